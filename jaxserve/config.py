@@ -1,0 +1,181 @@
+"""EngineConfig: what an engine is asked to be; no JAX."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from jaxserve.errors import EngineConfigError
+
+LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
+BACKENDS = ("mosaic", "xla")
+
+
+def _flag(default: Any, text: str, group: str) -> Any:
+    """A field whose command-line flag shows `text`."""
+    return field(default=default, metadata={"help": text, "group": group})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; never changed after it was made. Names are vLLM's.
+
+    None means "chosen from the model and the device", and the start log says what was chosen.
+
+    Raises:
+      EngineConfigError: a value breaks its rule.
+    """
+
+    model: str | None = _flag(
+        None, "folder with config.json, or .gguf file; the embedded SmolLM2 if not given", "model"
+    )
+    tokenizer: str | None = _flag(None, "folder or file of the tokenizer, if not the model's", "model")
+    skip_tokenizer_init: bool = _flag(False, "take and give token ids only", "model")
+    load_format: str = _flag("auto", f"one of {', '.join(LOAD_FORMATS)}", "model")
+    dtype: str = _flag("auto", "type of weights and computation", "model")
+    hf_overrides: dict[str, Any] | None = _flag(None, "values that replace config.json's", "model")
+    chat_template: str | None = _flag(None, "path or text of a Jinja chat template", "model")
+    seed: int = _flag(0, "of dummy weights and of requests without a seed", "model")
+    max_model_len: int | None = _flag(None, "tokens of prompt and output together", "memory")
+    gpu_memory_utilization: float = _flag(0.92, "share of the GPU's memory to use", "memory")
+    kv_cache_memory_bytes: int | None = _flag(None, "bytes of keys and values", "memory")
+    num_gpu_blocks_override: int | None = _flag(None, "number of pages", "memory")
+    block_size: int = _flag(16, "tokens in a page", "memory")
+    stored_head_dim: int | None = _flag(None, "head dim in memory: 64, 128 or 256", "memory")
+    max_num_seqs: int | None = _flag(None, "sequences that run at the same time", "scheduler")
+    max_num_batched_tokens: int | None = _flag(None, "tokens of one step", "scheduler")
+    long_prefill_token_threshold: int = _flag(
+        0, "prompt tokens that one sequence gets in a step at most; 0 = no limit", "scheduler"
+    )
+    max_steps_in_flight: int = _flag(2, "steps dispatched before the first is read", "scheduler")
+    row_buckets: tuple[int, ...] | None = _flag(None, "padded rows of decode steps", "execution")
+    token_buckets: tuple[int, ...] | None = _flag(
+        None, "padded tokens of steps with prompt tokens", "execution"
+    )
+    attention_backend: str | None = _flag(None, f"one of {', '.join(BACKENDS)}", "execution")
+    tensor_parallel_size: int = _flag(1, "devices that share each layer", "execution")
+    compilation_cache_dir: str | None = _flag(
+        None, "where compiled programs are kept; ~/.cache/jaxserve if not given", "execution"
+    )
+    stack_layers: bool = _flag(True, "keep equal weights of all layers in one array", "execution")
+    max_logprobs: int = _flag(20, "largest number of log-probabilities of a token", "model")
+
+    def __post_init__(self) -> None:
+        """Check the values; list and dict arguments become immutable or private."""
+        for name in ("row_buckets", "token_buckets"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, self._checked_sizes(name, value))
+        self._check_choice("load_format", LOAD_FORMATS)
+        self._check_choice("dtype", DTYPES)
+        if self.attention_backend is not None:
+            self._check_choice("attention_backend", BACKENDS)
+        for name in _POSITIVE:
+            self._check_int(name, 1)
+        self._check_int("long_prefill_token_threshold", 0)
+        self._check_int("seed", -(2**63))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise self._error("gpu_memory_utilization", "must be in (0, 1]")
+        if self.block_size & (self.block_size - 1) or not 16 <= self.block_size <= 128:
+            raise self._error("block_size", "must be 16, 32, 64 or 128")
+        if self.stored_head_dim not in (None, 64, 128, 256):
+            raise self._error("stored_head_dim", "must be 64, 128 or 256")
+        if not 0 <= self.max_logprobs <= 20:
+            raise self._error("max_logprobs", "must be in [0, 20]")
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> "EngineConfig":
+        """Make a config of vLLM's engine arguments.
+
+        Raises:
+          EngineConfigError: one is not supported, or not known.
+        """
+        known = {f.name for f in fields(cls)}
+        for name, value in keywords.items():
+            if name in known:
+                continue
+            if name not in _NOT_YET:
+                raise EngineConfigError(f"{name} must be an engine argument; got {value!r}")
+            if value not in _NOT_YET[name]:
+                raise EngineConfigError(f"{name} is not supported in this release; got {value!r}")
+        return cls(**{name: value for name, value in keywords.items() if name in known})
+
+    def _checked_sizes(self, name: str, value: Any) -> tuple[int, ...]:
+        sizes = tuple(value)
+        if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+            raise EngineConfigError(f"{name} must be positive integers; got {value!r}")
+        return tuple(sorted(set(sizes)))
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise self._error(name, f"must be one of {', '.join(choices)}")
+
+    def _check_int(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self._error(name, f"must be an integer of at least {low}")
+
+    def _error(self, name: str, rule: str) -> EngineConfigError:
+        return EngineConfigError(f"{name} {rule}; got {getattr(self, name)!r}")
+
+
+_POSITIVE = (
+    "max_model_len",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_steps_in_flight",
+    "tensor_parallel_size",
+)
+
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "tokenizer_mode": ("auto",),
+    "trust_remote_code": (False,),
+    "allowed_local_media_path": ("",),
+    "allowed_media_domains": (None,),
+    "quantization": (None,),
+    "revision": (None,),
+    "tokenizer_revision": (None,),
+    "cpu_offload_gb": (0,),
+    "enforce_eager": (False,),
+    "enable_return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
+    "disable_custom_all_reduce": (False, True),
+    "hf_token": (None,),
+    "mm_processor_kwargs": (None,),
+    "pooler_config": (None,),
+    "structured_outputs_config": (None,),
+    "profiler_config": (None,),
+    "attention_config": (None,),
+    "compilation_config": (None,),
+    "quantization_config": (None,),
+    "logits_processors": (None, []),
+    "spec_method": (None,),
+    "spec_model": (None,),
+    "spec_tokens": (None,),
+    "speculative_config": (None,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enable_expert_parallel": (False,),
+    "distributed_executor_backend": (None, "uni"),
+    "enable_prefix_caching": (False, None),
+    "enable_chunked_prefill": (True, None),
+    "async_scheduling": (True, None),
+    "scheduling_policy": ("fcfs",),
+    "enable_lora": (False,),
+    "max_loras": (1,),
+    "max_lora_rank": (16,),
+    "kv_cache_dtype": ("auto",),
+    "download_dir": (None,),
+    "served_model_name": (None,),
+    "disable_log_stats": (True, None),
+    "generation_config": ("auto", "vllm"),
+    "override_generation_config": (None, {}),
+    "kv_offloading_size": (None, 0),
+}
+"""vLLM's arguments that this release does not act on, with the values that ask nothing of it."""

@@ -1,0 +1,172 @@
+"""build_batch: a scheduler's decision as the packed buffers that the step reads; numpy only."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.execution.buckets import Bucket, BucketTable
+from jaxserve.execution.packed_layout import PackedLayout, admission_layout, step_layout
+from jaxserve.execution.sample_mode import SampleMode, mode_of_rows
+from jaxserve.execution.slot_record import write_record
+from jaxserve.step import ScheduledRow, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """One step, ready for upload.
+
+    Attributes:
+      bucket: whose program takes it.
+      packed: int32 buffer in the bucket's layout.
+      admissions: buffers in the admission layout, to be applied before the step.
+      mode: what the sampler has to do; None when no row samples.
+      num_rows: real rows.
+      num_tokens: real tokens.
+      num_logprobs: for each real row the log-probabilities asked for, or None.
+    """
+
+    bucket: Bucket
+    packed: np.ndarray
+    admissions: tuple[np.ndarray, ...]
+    mode: SampleMode | None
+    num_rows: int
+    num_tokens: int
+    num_logprobs: tuple[int | None, ...]
+
+
+class BatchBuilder:
+    """Builds packed batches, and guards every index: JAX clamps and drops bad ones in silence."""
+
+    def __init__(
+        self,
+        buckets: BucketTable,
+        *,
+        max_num_seqs: int,
+        page_size: int,
+        num_pages: tuple[int, ...],
+        max_pages_per_seq: int,
+        vocab_size: int,
+    ):
+        self._buckets, self._unused_slot = buckets, max_num_seqs
+        self._num_pages, self._max_pages = num_pages, max_pages_per_seq
+        self._vocab_size = vocab_size
+        groups = len(num_pages)
+        self._layouts = {
+            bucket: step_layout(bucket, num_groups=groups, page_size=page_size)
+            for bucket in buckets.all()
+        }
+        self._admission = admission_layout(max_num_seqs=max_num_seqs, num_groups=groups)
+
+    def layout(self, bucket: Bucket) -> PackedLayout:
+        """The packed layout of a bucket."""
+        return self._layouts[bucket]
+
+    @property
+    def admission_layout(self) -> PackedLayout:
+        """The layout of buffers that only change the state."""
+        return self._admission
+
+    def build(self, output: SchedulerOutput) -> PackedBatch:
+        """Pack one step.
+
+        Raises:
+          ValueError: an index is out of bounds, which is a bug of the scheduler.
+        """
+        rows = output.rows
+        is_decode_only = output.num_decode_rows == len(rows)
+        bucket = self._buckets.select(output.num_tokens, len(rows), is_decode_only=is_decode_only)
+        layout = self._layouts[bucket]
+        packed = layout.empty(self._unused_slot)
+        views = layout.split(packed)
+        views["counts"][:] = len(rows), output.num_decode_rows
+        views["slot_ids"][: len(rows)] = [row.sequence.state_slot for row in rows]
+        views["num_scheduled"][: len(rows)] = [row.num_scheduled_tokens for row in rows]
+        if not is_decode_only:
+            self._pack_tokens(views["token_ids"], output)
+        admissions = self._pack_changes(layout, views, rows)
+        self._guard_rows(views, len(rows))
+        return PackedBatch(
+            bucket=bucket,
+            packed=packed,
+            admissions=admissions,
+            mode=mode_of_rows(rows),
+            num_rows=len(rows),
+            num_tokens=output.num_tokens,
+            num_logprobs=tuple(_num_logprobs(row) for row in rows),
+        )
+
+    def _pack_tokens(self, token_ids: np.ndarray, output: SchedulerOutput) -> None:
+        position = output.num_decode_rows
+        for row in output.rows[output.num_decode_rows :]:
+            stop = row.start + row.num_scheduled_tokens
+            chunk = row.sequence.token_ids[row.start : stop]
+            token_ids[position : position + len(chunk)] = chunk
+            position += row.num_scheduled_tokens
+        if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self._vocab_size:
+            raise ValueError(f"token ids must be in [0, {self._vocab_size})")
+
+    def _pack_changes(
+        self, layout: PackedLayout, views: dict[str, np.ndarray], rows: tuple[ScheduledRow, ...]
+    ) -> tuple[np.ndarray, ...]:
+        """Pages and admissions go with the step when they fit, else ahead of it."""
+        admitted = [row for row in rows if row.is_admission]
+        updates = [self._page_updates(rows, group) for group in range(layout.num_groups)]
+        fits = len(admitted) <= layout.num_admissions
+        if fits and all(len(update) <= layout.num_page_updates for update in updates):
+            self._fill_changes(views, admitted, updates)
+            return ()
+        return self._pack_admissions(admitted, updates)
+
+    def _pack_admissions(
+        self, admitted: list[ScheduledRow], updates: list[list[tuple[int, int, int]]]
+    ) -> tuple[np.ndarray, ...]:
+        buffers, size = [], self._admission.num_page_updates
+        rounds = max(1, *(-(-len(update) // size) for update in updates))
+        for i in range(rounds):
+            buffer = self._admission.empty(self._unused_slot)
+            part = [update[i * size : (i + 1) * size] for update in updates]
+            self._fill_changes(self._admission.split(buffer), admitted if i == 0 else [], part)
+            buffers.append(buffer)
+        return tuple(buffers)
+
+    def _fill_changes(
+        self,
+        views: dict[str, np.ndarray],
+        admitted: list[ScheduledRow],
+        updates: list[list[tuple[int, int, int]]],
+    ) -> None:
+        for i, row in enumerate(admitted):
+            views["admitted_slots"][i] = row.sequence.state_slot
+            write_record(views["admitted_records"][i], row.sequence)
+        for group, update in enumerate(updates):
+            if update:
+                entries = views["page_updates"][group, : len(update)]
+                entries[...] = update
+                self._guard_pages(entries, self._num_pages[group])
+
+    @staticmethod
+    def _page_updates(rows: tuple[ScheduledRow, ...], group: int) -> list[tuple[int, int, int]]:
+        return [
+            (row.sequence.state_slot, index, page)  # pyright: ignore[reportReturnType]
+            for row in rows
+            if row.new_pages
+            for index, page in row.new_pages[group]
+        ]
+
+    def _guard_rows(self, views: dict[str, np.ndarray], num_rows: int) -> None:
+        slots = views["slot_ids"][:num_rows]
+        if slots.min() < 0 or slots.max() >= self._unused_slot:
+            raise ValueError(f"state slots must be in [0, {self._unused_slot}); got {slots}")
+        if len(np.unique(slots)) != num_rows:
+            raise ValueError(f"state slots must differ; got {slots}")
+
+    def _guard_pages(self, entries: np.ndarray, num_pages: int) -> None:
+        pages, index = entries[:, 2], entries[:, 1]
+        if pages.min() < 1 or pages.max() >= num_pages:
+            raise ValueError(f"page ids must be in [1, {num_pages}); got {pages}")
+        if index.min() < 0 or index.max() >= self._max_pages:
+            raise ValueError(f"page table indices must be in [0, {self._max_pages}); got {index}")
+
+
+def _num_logprobs(row: ScheduledRow) -> int | None:
+    return row.sequence.request.sampling_params.logprobs if row.can_sample else None

@@ -1,0 +1,110 @@
+"""Buckets: the padded shapes that steps are compiled for; no JAX."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """One compiled shape of a step.
+
+    Attributes:
+      num_tokens: T, padded tokens.
+      num_rows: S, padded sequences.
+      is_decode_only: every row has one token, and T = S.
+    """
+
+    num_tokens: int
+    num_rows: int
+    is_decode_only: bool
+
+    def __str__(self) -> str:
+        kind = "decode" if self.is_decode_only else "mixed"
+        return f"{kind}[T={self.num_tokens},S={self.num_rows}]"
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTable:
+    """All buckets of an engine, and the choice among them.
+
+    Attributes:
+      row_buckets: ascending S of pure decode steps; the last is `max_num_seqs`.
+      token_buckets: ascending T of steps with prompt tokens; the last is the token budget.
+      mixed_row_buckets: ascending S of those; the last is `max_num_seqs`.
+    """
+
+    row_buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]
+    mixed_row_buckets: tuple[int, ...]
+
+    def all(self) -> tuple[Bucket, ...]:
+        """Every bucket, the cheap ones first."""
+        decode = [Bucket(S, S, True) for S in self.row_buckets]
+        mixed = [Bucket(T, S, False) for T in self.token_buckets for S in self._rows_of(T)]
+        return tuple(decode + mixed)
+
+    def select(self, num_tokens: int, num_rows: int, *, is_decode_only: bool) -> Bucket:
+        """The smallest bucket that holds a step.
+
+        Raises:
+          ValueError: none does; the scheduler keeps within the last buckets, so this is a bug.
+        """
+        if is_decode_only:
+            S = _smallest(self.row_buckets, num_rows)
+            return Bucket(S, S, True)
+        for T in self.token_buckets:
+            fitting = [S for S in self._rows_of(T) if S >= num_rows]
+            if num_tokens <= T and fitting:
+                return Bucket(T, fitting[0], False)
+        raise ValueError(f"no bucket holds {num_tokens} tokens of {num_rows} rows; have {self}")
+
+    def _rows_of(self, num_tokens: int) -> tuple[int, ...]:
+        """S of a T: a step never has more rows than tokens."""
+        largest = min(num_tokens, self.mixed_row_buckets[-1])
+        return tuple(S for S in self.mixed_row_buckets if S < largest) + (largest,)
+
+
+def _smallest(buckets: tuple[int, ...], needed: int) -> int:
+    for bucket in buckets:
+        if bucket >= needed:
+            return bucket
+    raise ValueError(f"no bucket holds {needed}; have {buckets}")
+
+
+def make_bucket_table(
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    smallest_row_bucket: int,
+    row_buckets: Sequence[int] | None = None,
+    token_buckets: Sequence[int] | None = None,
+) -> BucketTable:
+    """The default table, or one from given sizes, capped at the limits and closed by them.
+
+    Args:
+      max_num_seqs: largest S.
+      max_num_batched_tokens: largest T.
+      smallest_row_bucket: 8 on GPUs, where one row costs more than eight (measured); 1 on CPU.
+      row_buckets: S of pure decode steps; powers of two when not given.
+      token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
+    """
+    if row_buckets is None:
+        row_buckets = _powers_of_two(smallest_row_bucket, max_num_seqs, 2)
+    if token_buckets is None:
+        token_buckets = _powers_of_two(128, max_num_batched_tokens, 2)
+    return BucketTable(
+        row_buckets=_closed(row_buckets, max_num_seqs),
+        token_buckets=_closed(token_buckets, max_num_batched_tokens),
+        mixed_row_buckets=_closed((16, 128), max_num_seqs),
+    )
+
+
+def _powers_of_two(first: int, limit: int, factor: int) -> list[int]:
+    sizes = [first]
+    while sizes[-1] * factor <= limit:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
+def _closed(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
+    return tuple(sorted({size for size in sizes if 0 < size < limit} | {limit}))

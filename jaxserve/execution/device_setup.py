@@ -1,0 +1,57 @@
+"""What JAX must be told before it starts: memory, compilation cache; and which device came."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CACHE_DIR = "~/.cache/jaxserve"
+
+
+def configure_jax(*, gpu_memory_utilization: float, compilation_cache_dir: str | None) -> Path:
+    """Set JAX's memory share and compilation cache; call it before the first array is made.
+
+    Where JAX already runs (a notebook), its memory pool is as it is: the engine then sizes itself
+    by what is left, and says so.
+
+    Returns:
+      The folder of the caches.
+    """
+    if not _backend_runs():
+        share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+        if share is None:
+            os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{gpu_memory_utilization:.4f}"
+    else:
+        logger.info("JAX runs already: the engine takes what is left of its memory pool")
+    import jax
+
+    folder = Path(compilation_cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    if jax.config.jax_compilation_cache_dir and compilation_cache_dir is None:
+        folder = Path(jax.config.jax_compilation_cache_dir)
+    elif _is_usable(folder):
+        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
+
+
+def _backend_runs() -> bool:
+    if "jax" not in sys.modules:
+        return False
+    from jax._src import xla_bridge  # there is no public way to ask
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _is_usable(folder: Path) -> bool:
+    """Make the folder for this user alone: a cache of programs is code."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return True
+        logger.warning("no compilation cache: %s must be this user's and writable", folder)
+    except OSError as error:
+        logger.warning("no compilation cache: %s", error)
+    return False

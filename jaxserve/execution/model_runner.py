@@ -1,0 +1,120 @@
+"""ModelRunner: the only object that holds arrays between steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxserve.execution.batch_builder import PackedBatch
+from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.programs import ProgramTable
+from jaxserve.execution.sampler import NUM_TOP_LOGPROBS
+from jaxserve.execution.step_functions import RESULT_COLUMNS
+from jaxserve.step import StepResult, TokenLogprobs
+from models.kv_cache import KVCache
+from models.sharding import Sharder
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A dispatched step whose result may still be under way."""
+
+    batch: PackedBatch
+    result: jax.Array | None
+
+
+class ModelRunner:
+    """Weights, cache and state of one engine, and the dispatch of steps on them.
+
+    Attributes:
+      num_uploaded_bytes: bytes sent to the device since the start.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[jax.Array],
+        cache: KVCache,
+        state: DeviceState,
+        programs: ProgramTable,
+        sharder: Sharder,
+        *,
+        head_index: int,
+    ):
+        self._leaves, self._head = list(leaves), leaves[head_index]
+        self._cache, self._state = cache, state
+        self._programs, self._sharder = programs, sharder
+        self.num_uploaded_bytes = 0
+
+    def dispatch(self, batch: PackedBatch) -> StepHandle:
+        """Start a step and return at once; its tokens stay on the device for the next one."""
+        for admission in batch.admissions:
+            self._state = self._programs.admit()(self._state, self._upload(admission))
+        packed = self._upload(batch.packed)
+        mode, bucket = batch.mode, batch.bucket
+        if mode is not None and mode.is_fused and bucket.is_decode_only:
+            program = self._programs.decode(bucket, mode)
+            result, self._cache, self._state = program(
+                self._leaves, self._cache, self._state, packed
+            )
+        else:
+            result = self._forward_and_sample(batch, packed)
+        if result is not None:
+            result.copy_to_host_async()
+        return StepHandle(batch, result)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a step and read its result."""
+        batch = handle.batch
+        if handle.result is None:
+            nothing = np.zeros(batch.num_rows, np.int32)
+            return StepResult(
+                tokens=nothing[:, None], num_new=nothing, is_finite=np.ones(batch.num_rows, bool)
+            )
+        result = np.asarray(handle.result)[: batch.num_rows]
+        return StepResult(
+            tokens=result[:, 0:1],
+            num_new=result[:, 1],
+            is_finite=result[:, 2].astype(bool),
+            logprobs=_read_logprobs(result, batch.num_logprobs),
+        )
+
+    def _forward_and_sample(self, batch: PackedBatch, packed: jax.Array) -> jax.Array | None:
+        program = self._programs.forward(batch.bucket)
+        hidden, slot_ids, self._cache, self._state = program(
+            self._leaves, self._cache, self._state, packed
+        )
+        if batch.mode is None:
+            return None
+        sample = self._programs.sample(batch.bucket.num_rows, batch.mode)
+        result, self._state = sample(self._head, hidden, slot_ids, self._state)
+        return result
+
+    def _upload(self, buffer: np.ndarray) -> jax.Array:
+        self.num_uploaded_bytes += buffer.nbytes
+        return self._sharder.put(buffer)
+
+
+def _read_logprobs(
+    result: np.ndarray, num_logprobs: tuple[int | None, ...]
+) -> tuple[tuple[TokenLogprobs, ...] | None, ...] | None:
+    """The log-probabilities of the rows that asked for them, from a FULL result."""
+    if all(count is None for count in num_logprobs):
+        return None
+    ranks = result[:, RESULT_COLUMNS]
+    start = RESULT_COLUMNS + 1
+    ids = result[:, start : start + NUM_TOP_LOGPROBS]
+    values = np.ascontiguousarray(result[:, start + NUM_TOP_LOGPROBS :]).view(np.float32)
+    return tuple(
+        None if count is None else (_row_logprobs(values[i], int(ranks[i]), ids[i], count),)
+        for i, count in enumerate(num_logprobs)
+    )
+
+
+def _row_logprobs(values: np.ndarray, rank: int, ids: np.ndarray, count: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        logprob=float(values[0]),
+        rank=rank,
+        top_ids=tuple(ids[:count].tolist()),
+        top_logprobs=tuple(values[1 : 1 + count].tolist()),
+    )

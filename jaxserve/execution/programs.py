@@ -1,0 +1,203 @@
+"""ProgramTable: every step program, compiled ahead of time; nothing compiles while serving."""
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+from jax.stages import Compiled
+
+from jaxserve.execution.batch_builder import BatchBuilder
+from jaxserve.execution.buckets import Bucket, BucketTable
+from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.sample_mode import SampleMode
+from jaxserve.execution.step_functions import StepFunctions
+from models.kv_cache import KVCache
+from models.sharding import Sharder
+
+logger = logging.getLogger(__name__)
+
+COMPILE_STACK_BYTES = 64 << 20
+"""XLA's lowering recurses deeper than a thread's default stack."""
+
+ProgramKey = tuple[str, Bucket | int | None, SampleMode | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramShapes:
+    """The abstract arguments that programs are lowered with."""
+
+    leaves: list[jax.ShapeDtypeStruct]
+    cache: KVCache
+    state: DeviceState
+    hidden_size: int
+    hidden_dtype: str
+
+
+class ProgramTable:
+    """Key -> compiled program. An unplanned key is an error, never a silent compile."""
+
+    def __init__(
+        self,
+        functions: StepFunctions,
+        shapes: ProgramShapes,
+        sharder: Sharder,
+        builder: BatchBuilder,
+        buckets: BucketTable,
+    ):
+        self._functions, self._shapes, self._sharder = functions, shapes, sharder
+        self._builder, self._buckets = builder, buckets
+        self._programs: dict[ProgramKey, Compiled] = {}
+
+    def forward(self, bucket: Bucket) -> Compiled:
+        """(leaves, cache, state, packed) -> (hidden, slot_ids, cache, state)."""
+        return self._programs["forward", bucket, None]
+
+    def decode(self, bucket: Bucket, mode: SampleMode) -> Compiled:
+        """(leaves, cache, state, packed) -> (result, cache, state)."""
+        return self._programs["decode", bucket, mode]
+
+    def sample(self, num_rows: int, mode: SampleMode) -> Compiled:
+        """(head, hidden, slot_ids, state) -> (result, state)."""
+        return self._programs["sample", num_rows, mode]
+
+    def admit(self) -> Compiled:
+        """(state, packed) -> state."""
+        return self._programs["admit", None, None]
+
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """All programs that serving can need."""
+        buckets = self._buckets.all()
+        forwards: list[ProgramKey] = [("forward", bucket, None) for bucket in buckets]
+        decodes: list[ProgramKey] = [
+            ("decode", bucket, mode)
+            for bucket in buckets
+            for mode in SampleMode
+            if bucket.is_decode_only and mode.is_fused
+        ]
+        samples: list[ProgramKey] = [
+            ("sample", num_rows, mode)
+            for num_rows in sorted({bucket.num_rows for bucket in buckets})
+            for mode in SampleMode
+        ]
+        return (("admit", None, None), *decodes, *forwards, *samples)
+
+    def compile_all(
+        self, *, num_threads: int, progress: Callable[[int, int], None] | None = None
+    ) -> float:
+        """Compile what is missing, in parallel.
+
+        Args:
+          num_threads: compilations at a time; lowering is done one at a time, under the GIL.
+          progress: called with (done, total).
+
+        Returns:
+          Seconds taken.
+        """
+        start = time.monotonic()
+        keys = [key for key in self.keys() if key not in self._programs]
+        done = 0
+        previous = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+                for key, compiled in pool.map(self._compile, keys):
+                    self._programs[key] = compiled
+                    done += 1
+                    if progress is not None:
+                        progress(done, len(keys))
+        finally:
+            threading.stack_size(previous)
+        seconds = time.monotonic() - start
+        logger.info("compiled %d programs in %.1f s", len(keys), seconds)
+        return seconds
+
+    def measure_temporaries(self) -> int:
+        """Bytes that the largest step needs beside its arguments; compiles it."""
+        largest = self._buckets.all()[-1]
+        keys: list[ProgramKey] = [
+            ("forward", largest, None),
+            ("sample", largest.num_rows, SampleMode.FULL),
+        ]
+        return max(_temporary_bytes(self._compile(key)[1]) for key in keys)
+
+    def _compile(self, key: ProgramKey) -> tuple[ProgramKey, Compiled]:
+        kind, shape, mode = key
+        if isinstance(shape, Bucket):
+            lowered = self._lower_forward(shape, mode)
+        elif shape is not None and mode is not None:
+            lowered = self._lower_sample(shape, mode)
+        else:
+            assert kind == "admit", key
+            lowered = self._lower_admit()
+        return key, lowered.compile()
+
+    def _lower_forward(self, bucket: Bucket, mode: SampleMode | None) -> jax.stages.Lowered:
+        """The forward pass, or with a mode its fusion with the sampler."""
+        layout, shapes = self._builder.layout(bucket), self._shapes
+        carried = (self._shardings(shapes.cache), self._shardings(shapes.state))
+        if mode is None:
+            function = functools.partial(self._functions.forward, layout)
+            out_shardings = (None, None, *carried)
+        else:
+            function = functools.partial(self._functions.decode, layout, mode)
+            out_shardings = (None, *carried)
+        jitted = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
+        packed = self._sharder.replicated((layout.size,), "int32")
+        return jitted.lower(shapes.leaves, shapes.cache, shapes.state, packed)
+
+    def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
+        shapes, sharder = self._shapes, self._sharder
+        function = functools.partial(self._functions.sample, mode)
+        shardings = (None, self._shardings(shapes.state))
+        jitted = jax.jit(function, donate_argnums=(3,), out_shardings=shardings)
+        head = shapes.leaves[self._functions.weights.head_index]
+        hidden = sharder.replicated((num_rows, shapes.hidden_size), shapes.hidden_dtype)
+        slot_ids = sharder.replicated((num_rows,), "int32")
+        return jitted.lower(head, hidden, slot_ids, shapes.state)
+
+    def _lower_admit(self) -> jax.stages.Lowered:
+        layout = self._builder.admission_layout
+        function = functools.partial(self._functions.admit, layout)
+        state = self._shapes.state
+        jitted = jax.jit(function, donate_argnums=(0,), out_shardings=self._shardings(state))
+        return jitted.lower(state, self._sharder.replicated((layout.size,), "int32"))
+
+    @staticmethod
+    def _shardings(tree):
+        return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _temporary_bytes(compiled: Compiled) -> int:
+    """Bytes that a call needs beside its arguments; 0 where the backend does not tell."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return 0
+    new_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.temp_size_in_bytes + new_outputs
+
+
+class CompilationCounter:
+    """Counts XLA compilations of this process since it was made; serving must add none."""
+
+    _total = 0
+    _is_listening = False
+
+    def __init__(self):
+        cls = type(self)
+        if not cls._is_listening:
+            jax.monitoring.register_event_duration_secs_listener(cls._on_event)
+            cls._is_listening = True
+        self._start = cls._total
+
+    @property
+    def count(self) -> int:
+        return type(self)._total - self._start
+
+    @classmethod
+    def _on_event(cls, event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            cls._total += 1

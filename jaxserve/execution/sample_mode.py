@@ -1,0 +1,43 @@
+"""SampleMode: how much work the sampler has in a step; chosen on the host, no JAX."""
+
+import enum
+from collections.abc import Iterable
+
+from jaxserve.step import ScheduledRow
+
+
+class SampleMode(enum.IntEnum):
+    """Each mode does all that the ones before it do."""
+
+    GREEDY = 0
+    """argmax only."""
+    RANDOM = 1
+    """Temperature."""
+    TRUNCATED = 2
+    """top-k, top-p and min-p."""
+    FULL = 3
+    """Log-probabilities, and end tokens forbidden before min_tokens."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a pure decode step has this mode's sampler in the program of its forward."""
+        return self <= SampleMode.RANDOM
+
+
+def mode_of_row(row: ScheduledRow) -> SampleMode:
+    """The least mode that does all that a sampling row asks for."""
+    sequence = row.sequence
+    params = sequence.request.sampling_params
+    num_output_tokens = row.start + row.num_scheduled_tokens - sequence.num_prompt_tokens
+    if params.logprobs is not None or num_output_tokens < params.min_tokens:
+        return SampleMode.FULL
+    if params.is_greedy:
+        return SampleMode.GREEDY
+    if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        return SampleMode.TRUNCATED
+    return SampleMode.RANDOM
+
+
+def mode_of_rows(rows: Iterable[ScheduledRow]) -> SampleMode | None:
+    """The mode of a step; None when no row samples (inner chunks of prompts only)."""
+    return max((mode_of_row(row) for row in rows if row.can_sample), default=None)

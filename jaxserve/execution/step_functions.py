@@ -1,0 +1,130 @@
+"""The pure functions that are compiled: forward, sample, their fusion for decode, and admit."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.execution.device_state import (
+    DeviceState,
+    advance_computed,
+    apply_changes,
+    can_sample,
+    make_forward_batch,
+    record_tokens,
+    rows_of,
+    sampling_rows,
+)
+from jaxserve.execution.packed_layout import PackedLayout
+from jaxserve.execution.sample_mode import SampleMode
+from jaxserve.execution.sampler import TopLogprobs, sample_tokens, top_logprobs
+from models.kv_cache import KVCache
+from models.layers import compute_logits
+from models.weight_layout import WeightLayout
+
+RESULT_COLUMNS = 3
+"""Of every result: token, count of new tokens, finite flag. Log-probabilities follow."""
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """The step of one model. All methods are pure; arrays come in and go out.
+
+    Attributes:
+      weights: the layout of the leaves.
+    """
+
+    weights: WeightLayout
+
+    def forward(
+        self,
+        layout: PackedLayout,
+        leaves: list[jax.Array],
+        cache: KVCache,
+        state: DeviceState,
+        packed: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, KVCache, DeviceState]:
+        """Compute the scheduled tokens.
+
+        Args:
+          layout: static, of `packed`.
+          leaves: weights; not donated.
+          cache: donated.
+          state: donated.
+          packed: int32[layout.size].
+
+        Returns:
+          hidden [S, D] of each row's last token, slot_ids int32[S], cache, state.
+        """
+        inputs = layout.split(packed)
+        state = apply_changes(state, inputs)
+        batch = make_forward_batch(
+            state,
+            inputs,
+            layout,
+            page_size=cache.groups[0].geometry.page_size,
+            num_pages=tuple(group.num_pages for group in cache.groups),
+        )
+        hidden, cache = self.weights.merge(leaves)(batch, cache)
+        slot_ids = inputs["slot_ids"]
+        return hidden, slot_ids, cache, advance_computed(state, slot_ids, batch.seq_lens)
+
+    @staticmethod
+    def sample(
+        mode: SampleMode,
+        head: jax.Array,
+        hidden: jax.Array,
+        slot_ids: jax.Array,
+        state: DeviceState,
+    ) -> tuple[jax.Array, DeviceState]:
+        """Sample the rows whose existing tokens are all computed.
+
+        Args:
+          mode: static.
+          head: [V, D].
+          hidden: [S, D].
+          slot_ids: int32[S].
+          state: donated.
+
+        Returns:
+          result int32[S, RESULT_COLUMNS + ...] (one array, since one copy to the host is
+          cheaper than several), and the state with the new tokens.
+        """
+        records = rows_of(state, slot_ids)
+        logits = compute_logits(head, hidden)
+        tokens = sample_tokens(logits, sampling_rows(records), mode)
+        is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
+        num_new = can_sample(records).astype(jnp.int32)
+        columns = [tokens, num_new, is_finite.astype(jnp.int32)]
+        result = jnp.stack(columns, axis=1)
+        if mode == SampleMode.FULL:
+            result = jnp.concatenate([result, _logprob_columns(logits, tokens)], axis=1)
+        return result, record_tokens(state, slot_ids, records, tokens, num_new, is_finite)
+
+    def decode(
+        self,
+        layout: PackedLayout,
+        mode: SampleMode,
+        leaves: list[jax.Array],
+        cache: KVCache,
+        state: DeviceState,
+        packed: jax.Array,
+    ) -> tuple[jax.Array, KVCache, DeviceState]:
+        """forward and sample in one program, for pure decode steps."""
+        hidden, slot_ids, cache, state = self.forward(layout, leaves, cache, state, packed)
+        head = leaves[self.weights.head_index]
+        result, state = self.sample(mode, head, hidden, slot_ids, state)
+        return result, cache, state
+
+    @staticmethod
+    def admit(layout: PackedLayout, state: DeviceState, packed: jax.Array) -> DeviceState:
+        """Only change the state: for admissions that bring more than a step's buffer holds."""
+        return apply_changes(state, layout.split(packed))
+
+
+def _logprob_columns(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """int32[S, 2 + 2 * NUM_TOP_LOGPROBS]: rank, ids, and the bits of the log-probabilities."""
+    top: TopLogprobs = top_logprobs(logits, tokens)
+    values = jnp.concatenate([top.chosen[:, None], top.top_values], axis=1)
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    return jnp.concatenate([top.rank[:, None], top.top_ids, bits], axis=1)

@@ -1,0 +1,189 @@
+"""Turns the engine's updates of tokens into the client's RequestOutputs, and finds stop strings."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.outputs import RequestOutput, RequestStateStats
+from jaxserve.request import Request
+from jaxserve.sampling_params import RequestOutputKind
+from jaxserve.sequence_output import SequenceOutput
+from jaxserve.step import SequenceUpdate
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class StopAbort(msgspec.Struct, frozen=True, kw_only=True):
+    """Tells the engine to end a sequence that is already finished for its client.
+
+    Attributes:
+      request_id: of the request.
+      index: which of its sequences.
+      num_output_tokens: tokens that the client keeps, the one that completed the stop included.
+      stop: the stop string; None when the text could not be made.
+    """
+
+    request_id: str
+    index: int
+    num_output_tokens: int
+    stop: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedStep:
+    """What one round of updates gives: outputs for the clients, aborts for the engine."""
+
+    outputs: list[RequestOutput]
+    aborts: list[StopAbort]
+
+
+class OutputProcessor:
+    """Keeps the text, tokens and times of every unfinished request.
+
+    Not safe to use from two threads at once.
+
+    Args:
+      tokenizer: makes text of tokens; None leaves all text empty.
+      clock: monotonic seconds, the clock of `Request.arrival_seconds`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic):
+        """Hold no request yet."""
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._requests: dict[str, _RequestState] = {}
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests that have been added and neither finished nor dropped."""
+        return len(self._requests)
+
+    def add(self, request: Request, prompt_text: str | None = None) -> None:
+        """Expect the updates of a request's `n` sequences; call it before the engine has it.
+
+        Args:
+          request: as the engine gets it.
+          prompt_text: what the prompt's ids were made of, when it was text.
+
+        Raises:
+          InvalidRequestError: the id is in use, or stop strings are given without a tokenizer.
+        """
+        if request.request_id in self._requests:
+            rule = "must differ from those of unfinished requests"
+            raise InvalidRequestError.for_field("request_id", rule, request.request_id)
+        params = request.sampling_params
+        if self._tokenizer is None and params.stop_strings:
+            rule = "must be empty when the engine has no tokenizer"
+            raise InvalidRequestError.for_field("stop", rule, params.stop)
+        tokenizer = self._tokenizer if params.detokenize else None
+        self._requests[request.request_id] = _RequestState(
+            request=request,
+            prompt_text=prompt_text,
+            sequences=[SequenceOutput.start(request, i, tokenizer) for i in range(params.n)],
+            stats=RequestStateStats(arrival_time=request.arrival_seconds, queued_ts=self._clock()),
+        )
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a request whose client has gone; its later updates are ignored.
+
+        Returns:
+          Whether the request was unfinished.
+        """
+        return self._requests.pop(request_id, None) is not None
+
+    def process(self, updates: list[SequenceUpdate]) -> ProcessedStep:
+        """Take in one step's updates.
+
+        Updates of finished, dropped or unknown requests are ignored: steps in flight still
+        bring some after a stop string or an abort.
+
+        Returns:
+          At most one output a request, in the order of the updates, and the sequences to end.
+        """
+        now = self._clock()
+        aborts: list[StopAbort] = []
+        touched: dict[str, _RequestState] = {}
+        for update in updates:
+            state = self._requests.get(update.request_id)
+            if state is None or state.sequences[update.index].is_finished:
+                continue
+            touched[update.request_id] = state
+            abort = state.take(update, now)
+            if abort is not None:
+                aborts.append(abort)
+        outputs = [output for state in touched.values() if (output := state.make_output())]
+        for request_id, state in touched.items():
+            if state.is_finished:
+                del self._requests[request_id]
+        return ProcessedStep(outputs, aborts)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _RequestState:
+    """One unfinished request."""
+
+    request: Request
+    prompt_text: str | None
+    sequences: list[SequenceOutput]
+    stats: RequestStateStats
+    num_cached_tokens: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    def take(self, update: SequenceUpdate, now: float) -> StopAbort | None:
+        """Take in an update; returns what the engine must end because of it."""
+        sequence = self.sequences[update.index]
+        num_tokens = len(sequence.token_ids)
+        is_failed = False
+        try:
+            stop = sequence.take(update)
+        except Exception as error:
+            # Text made from a model's tokens must never end the loop of all other requests.
+            logger.exception("no text for request %s", self.request.request_id)
+            sequence.fail(f"the output could not be decoded: {type(error).__name__}")
+            stop, is_failed = None, True
+        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+        self._count(len(sequence.token_ids) - num_tokens, now)
+        if update.finish_reason is not None or not (stop or is_failed):
+            return None
+        return StopAbort(
+            request_id=self.request.request_id,
+            index=sequence.index,
+            num_output_tokens=len(sequence.token_ids),
+            stop=stop,
+        )
+
+    def _count(self, num_new_tokens: int, now: float) -> None:
+        stats = self.stats
+        stats.num_preemptions = sum(sequence.num_preemptions for sequence in self.sequences)
+        stats.num_generation_tokens += num_new_tokens
+        if num_new_tokens:
+            stats.last_token_ts = now
+            if stats.first_token_ts is None:
+                stats.first_token_ts = now
+                stats.first_token_latency = now - stats.arrival_time
+
+    def make_output(self) -> RequestOutput | None:
+        """Make what the client is to hear now, or None."""
+        kind = self.request.sampling_params.output_kind
+        due = [sequence for sequence in self.sequences if sequence.is_due]
+        if not due or (kind is RequestOutputKind.FINAL_ONLY and not self.is_finished):
+            return None
+        shown = due if kind is RequestOutputKind.DELTA else self.sequences
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt_text,
+            prompt_token_ids=list(self.request.prompt_token_ids),
+            outputs=[sequence.make_completion() for sequence in shown],
+            finished=self.is_finished,
+            metrics=dataclasses.replace(self.stats),
+            num_cached_tokens=self.num_cached_tokens,
+        )

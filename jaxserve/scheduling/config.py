@@ -1,0 +1,63 @@
+"""SchedulerConfig: the limits that the scheduler keeps."""
+
+from dataclasses import dataclass
+
+from jaxserve.errors import EngineConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler; checked when made.
+
+    Attributes:
+      max_num_seqs: sequences that own a slot at the same time.
+      max_num_batched_tokens: tokens of one step.
+      max_model_len: tokens of one sequence, prompt and output.
+      token_buckets: padded token counts of steps that hold prompt tokens, ascending; the last
+        takes a full step.
+      row_buckets: padded row counts, ascending; the last takes `max_num_seqs`.
+      max_steps_in_flight: steps that may be scheduled and not yet committed.
+      long_prefill_token_threshold: prompt tokens that one sequence gets in a step at most; 0 sets
+        no limit.
+      num_decode_tokens: tokens that a decode row computes and samples in one step at most (W).
+      watermark: share of the pages, in [0, 1), that an admission leaves free while other
+        sequences run.
+
+    Raises:
+      EngineConfigError: a value breaks its rule.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    token_buckets: tuple[int, ...]
+    row_buckets: tuple[int, ...]
+    max_steps_in_flight: int = 2
+    long_prefill_token_threshold: int = 0
+    num_decode_tokens: int = 1
+    watermark: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self._check_at_least("max_num_seqs", 1)
+        self._check_at_least("max_model_len", 2)
+        self._check_at_least("max_steps_in_flight", 1)
+        self._check_at_least("long_prefill_token_threshold", 0)
+        self._check_at_least("num_decode_tokens", 1)
+        self._check_at_least("max_num_batched_tokens", self.max_num_seqs * self.num_decode_tokens)
+        self._check_buckets("token_buckets", self.max_num_batched_tokens)
+        self._check_buckets("row_buckets", self.max_num_seqs)
+        if not 0 <= self.watermark < 1:
+            raise EngineConfigError(f"watermark must be in [0, 1); got {self.watermark}")
+
+    def _check_at_least(self, name: str, lowest: int) -> None:
+        value = getattr(self, name)
+        if value < lowest:
+            raise EngineConfigError(f"{name} must be at least {lowest}; got {value}")
+
+    def _check_buckets(self, name: str, largest: int) -> None:
+        buckets = getattr(self, name)
+        if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
+            raise EngineConfigError(f"{name} must be ascending and positive; got {buckets}")
+        if buckets[-1] < largest:
+            raise EngineConfigError(f"{name} must end with at least {largest}; got {buckets}")

@@ -1,0 +1,101 @@
+"""The laws that the scheduler's books keep between any two calls."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from jaxserve.request import Sequence, SequenceStatus
+from jaxserve.scheduling.roster import Roster
+from jaxserve.step import ScheduledRow
+
+
+def check_books(roster: Roster, rows_in_flight: Iterable[ScheduledRow]) -> None:
+    """Check that slots, pages, states and steps in flight agree.
+
+    Args:
+      roster: the sequences and what they own.
+      rows_in_flight: the rows of all steps that are not committed.
+
+    Raises:
+      RuntimeError: they do not agree; names the law and the counts.
+    """
+    owners = [*roster.running, *roster.leaving]
+    _check_states(roster)
+    _check_slots(roster, owners)
+    _check_pages(roster, owners)
+    _check_counts(roster, owners, list(rows_in_flight))
+
+
+def num_reserved_tokens(row: ScheduledRow) -> int:
+    """Count the tokens that a row samples at most."""
+    return row.num_scheduled_tokens if row.is_decode else int(row.can_sample)
+
+
+def _require(is_kept: bool, law: str, got: object) -> None:
+    if not is_kept:
+        raise RuntimeError(f"{law}; got {got}")
+
+
+def _check_states(roster: Roster) -> None:
+    running, leaving, waiting = roster.running, roster.leaving, roster.waiting
+    states = {
+        SequenceStatus.RUNNING: running,
+        SequenceStatus.LEAVING: leaving,
+        SequenceStatus.WAITING: [s for s in waiting if s not in leaving],
+    }
+    for status, sequences in states.items():
+        others = [s.status for s in sequences if s.status is not status]
+        _require(not others, f"each sequence kept as {status.name} must have that status", others)
+    preempted = {s for s in leaving if s.finish_reason is None}
+    kept = {s for s in waiting if s in leaving}
+    law = "preempted sequences must wait while they leave"
+    _require(preempted == kept, law, (len(preempted), len(kept)))
+    unfinished = sorted(map(id, roster.unfinished()))
+    listed = sorted(map(id, [*running, *waiting]))
+    law = "unfinished sequences must run or wait, once"
+    _require(unfinished == listed, law, (len(unfinished), len(running), len(waiting)))
+    ended = [s for s in roster.unfinished() if s.finish_reason is not None]
+    _require(not ended, "unfinished sequences must have no finish_reason", len(ended))
+
+
+def _check_slots(roster: Roster, owners: list[Sequence]) -> None:
+    roster.slot_pool.check_invariants()
+    slots = [s.state_slot for s in owners]
+    _require(None not in slots, "running and leaving sequences must own a slot", slots)
+    _require(len(set(slots)) == len(slots), "no slot may have two owners", slots)
+    num_used = roster.slot_pool.max_num_seqs - roster.slot_pool.num_free
+    _require(len(slots) == num_used, f"owned slots must be the {num_used} used ones", len(slots))
+
+
+def _check_pages(roster: Roster, owners: list[Sequence]) -> None:
+    for group, pool in enumerate(roster.page_pools):
+        pool.check_invariants()
+        holders = Counter(page for s in owners for page in s.page_tables[group])
+        for page in range(pool.num_pages):
+            law = f"page {page} of group {group} must have one reference a table that holds it"
+            counts = (pool.num_references(page), holders[page])
+            _require(counts[0] == counts[1], law, counts)
+        for sequence in owners:
+            num_held, num_tokens = len(sequence.page_tables[group]), sequence.num_computed_tokens
+            law = f"pages of group {group} must hold {num_tokens} computed tokens"
+            _require(num_held >= pool.num_pages_for(num_tokens), law, num_held)
+    waiting = [s for s in roster.waiting if s not in roster.leaving]
+    owning = [s for s in waiting if s.state_slot is not None or any(s.page_tables)]
+    _require(not owning, "waiting sequences must own nothing", len(owning))
+
+
+def _check_counts(roster: Roster, owners: list[Sequence], rows: list[ScheduledRow]) -> None:
+    num_steps = Counter(row.sequence for row in rows)
+    num_pending: Counter[Sequence] = Counter()
+    for row in rows:
+        num_pending[row.sequence] += num_reserved_tokens(row)
+    for sequence in {*owners, *roster.waiting, *num_steps}:
+        got = (sequence.num_steps_in_flight, sequence.num_pending_tokens)
+        expected = (num_steps[sequence], num_pending[sequence])
+        _require(got == expected, f"steps in flight and pending tokens must be {expected}", got)
+    for sequence in roster.leaving:
+        law = "a leaving sequence must have a step in flight"
+        _require(sequence.num_steps_in_flight > 0, law, sequence.num_steps_in_flight)
+    for sequence in (*roster.running, *roster.waiting):
+        got = (sequence.num_computed_tokens, sequence.num_tokens, sequence.max_num_tokens)
+        law = "computed tokens must be fewer than all tokens, and those at most max_num_tokens"
+        _require(got[0] < got[1] <= got[2], law, got)

@@ -1,0 +1,112 @@
+"""PagePool: who owns which page of the KV memory of one cache group."""
+
+from collections.abc import Iterable
+
+from jaxserve.errors import EngineConfigError
+
+
+class PagePool:
+    """The pages of one cache group, each free or held by one or more references.
+
+    Page 0 is the null page: padding rows read and write it, and it is never given out.
+
+    Source: Kwon et al. 2023 (paged attention); vLLM calls a page a block.
+    """
+
+    def __init__(self, num_pages: int, page_size: int):
+        """Make a pool whose pages are all free.
+
+        Args:
+          num_pages: pages in the cache, the null page included; at least 2.
+          page_size: tokens that a page holds; at least 1.
+
+        Raises:
+          EngineConfigError: a number is too small.
+        """
+        if num_pages < 2:
+            raise EngineConfigError(f"num_pages must be at least 2; got {num_pages}")
+        if page_size < 1:
+            raise EngineConfigError(f"page_size must be at least 1; got {page_size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._num_references = [0] * num_pages
+
+    @property
+    def num_usable(self) -> int:
+        """Pages that can be given out: all but the null page."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no one holds."""
+        return len(self._free)
+
+    def num_references(self, page: int) -> int:
+        """Count the references to a page."""
+        return self._num_references[page]
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Count the pages that so many tokens need."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """Give out pages with one reference each: all that are asked for, or None.
+
+        The page that was freed last is given out first.
+        """
+        if num_pages < 0:
+            raise ValueError(f"num_pages must be at least 0; got {num_pages}")
+        if num_pages > len(self._free):
+            return None
+        split = len(self._free) - num_pages
+        pages = self._free[split:]
+        del self._free[split:]
+        pages.reverse()
+        for page in pages:
+            self._num_references[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page.
+
+        Raises:
+          ValueError: a page is free, or is the null page.
+        """
+        for page in pages:
+            self._check_held(page)
+            self._num_references[page] += 1
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Take one reference from each page; pages without any can be given out again.
+
+        Raises:
+          ValueError: a page is free already, or is the null page.
+        """
+        for page in pages:
+            self._check_held(page)
+            self._num_references[page] -= 1
+            if self._num_references[page] == 0:
+                self._free.append(page)
+
+    def check_invariants(self) -> None:
+        """Check that each page is either free or referenced, and the null page neither.
+
+        Raises:
+          RuntimeError: the pool's books disagree.
+        """
+        num_held = sum(count > 0 for count in self._num_references)
+        if len(self._free) + num_held != self.num_usable:
+            message = "free and held pages must add up to"
+            raise RuntimeError(
+                f"{message} {self.num_usable}; got {len(self._free)} free and {num_held} held"
+            )
+        free = set(self._free)
+        if len(free) != len(self._free) or 0 in free or self._num_references[0]:
+            raise RuntimeError(f"free pages must be distinct and not 0; got {sorted(self._free)}")
+        if any(self._num_references[page] for page in free):
+            raise RuntimeError(f"free pages must have no reference; got {sorted(free)}")
+
+    def _check_held(self, page: int) -> None:
+        if not 0 <= page < self.num_pages or not self._num_references[page]:
+            raise ValueError(f"page must be one that the pool gave out and not free; got {page}")

@@ -1,0 +1,168 @@
+"""Roster: which sequences wait, run and leave, and the slots and pages that they own."""
+
+import math
+from collections import deque
+
+from jaxserve.request import FinishReason, Sequence, SequenceStatus
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.slot_pool import SlotPool
+
+NewPages = tuple[tuple[tuple[int, int], ...], ...]
+"""For each cache group, `(index in the page table, page id)`."""
+
+
+class Roster:
+    """Moves sequences between their states, and slots and pages with them.
+
+        WAITING --admit--> RUNNING --preempt_newest--> LEAVING --settle--> WAITING
+           |                  |                           |
+           +-------end--------+----------end--------------+--settle--> FINISHED
+
+    Steps in flight write the pages of a LEAVING sequence, so its slot and pages come free in
+    `settle` alone, when no step holds it any more, whatever the reason that it leaves for.
+
+    Both `running` and `waiting` stand in the order of arrival, all of `running` before all of
+    `waiting`: the victim of a preemption is the last that runs and becomes the first that waits,
+    at once, while it is still LEAVING, and no one is admitted past it.
+    """
+
+    def __init__(self, page_pools: tuple[PagePool, ...], max_num_seqs: int):
+        """Start without sequences.
+
+        Args:
+          page_pools: one pool for each cache group.
+          max_num_seqs: slots of the device state.
+        """
+        self.page_pools = page_pools
+        self.slot_pool = SlotPool(max_num_seqs)
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.leaving: dict[Sequence, None] = {}
+        self.num_preemptions = 0
+        self.no_pages: NewPages = ((),) * len(page_pools)
+        self.page_step = math.gcd(*(pool.page_size for pool in page_pools))
+        self._unfinished: dict[str, dict[int, Sequence]] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence at the end of the waiting ones.
+
+        Raises:
+          ValueError: an unfinished sequence has the same request id and index.
+        """
+        siblings = self._unfinished.setdefault(sequence.request.request_id, {})
+        if sequence.index in siblings:
+            name = (sequence.request.request_id, sequence.index)
+            raise ValueError(f"request_id and index must be those of no unfinished one; got {name}")
+        siblings[sequence.index] = sequence
+        sequence.page_tables = [[] for _ in self.page_pools]
+        self.waiting.append(sequence)
+
+    def find(self, request_id: str, index: int | None) -> list[Sequence]:
+        """Find the unfinished sequences of a request, or the one of that index."""
+        siblings = self._unfinished.get(request_id, {})
+        if index is None:
+            return list(siblings.values())
+        return [siblings[index]] if index in siblings else []
+
+    def unfinished(self) -> list[Sequence]:
+        """List the sequences that have had no final update."""
+        return [s for siblings in self._unfinished.values() for s in siblings.values()]
+
+    def admit(self) -> Sequence:
+        """Give the first waiting sequence a slot; the caller has seen that one is free."""
+        sequence = self.waiting.popleft()
+        sequence.state_slot = self.slot_pool.allocate()
+        sequence.num_prefill_tokens = len(sequence.token_ids)
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
+        return sequence
+
+    def preempt_newest(self) -> None:
+        """Make the most recently arrived running sequence the first that waits.
+
+        It keeps its tokens; their keys and values are computed again after its next admission.
+        """
+        victim = self.running.pop()
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+        self._leave(victim)
+
+    def end(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End an unfinished sequence, in whatever state it is."""
+        siblings = self._unfinished[sequence.request.request_id]
+        del siblings[sequence.index]
+        if not siblings:
+            del self._unfinished[sequence.request.request_id]
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.status = SequenceStatus.FINISHED
+        else:
+            self._leave(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Take slot and pages back from a LEAVING sequence if no step in flight holds it."""
+        if sequence.num_steps_in_flight:
+            return
+        for pool, table in zip(self.page_pools, sequence.page_tables, strict=True):
+            pool.free(reversed(table))
+            table.clear()
+        assert sequence.state_slot is not None
+        self.slot_pool.free(sequence.state_slot)
+        sequence.state_slot = None
+        sequence.num_computed_tokens = 0
+        del self.leaving[sequence]
+        is_ended = sequence.finish_reason is not None
+        sequence.status = SequenceStatus.FINISHED if is_ended else SequenceStatus.WAITING
+
+    def count_missing_pages(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Count, for each group, the pages that the sequence lacks to hold so many tokens."""
+        return [
+            max(0, pool.num_pages_for(num_tokens) - len(table))
+            for pool, table in zip(self.page_pools, sequence.page_tables, strict=True)
+        ]
+
+    def give_pages(self, sequence: Sequence, num_missing: list[int]) -> NewPages | None:
+        """Extend the page tables of a sequence: in all groups, or in none and return None."""
+        if any(n > p.num_free for n, p in zip(num_missing, self.page_pools, strict=True)):
+            return None
+        new_pages = []
+        for pool, table, count in zip(
+            self.page_pools, sequence.page_tables, num_missing, strict=True
+        ):
+            pages = pool.allocate(count)
+            assert pages is not None
+            new_pages.append(tuple(enumerate(pages, len(table))))
+            table.extend(pages)
+        return tuple(new_pages)
+
+    def take_back_pages(self, sequence: Sequence, num_tokens: int, new_pages: NewPages) -> NewPages:
+        """Shorten the page tables to what so many tokens need; return the new pages that stay."""
+        kept = []
+        for pool, table, pages in zip(
+            self.page_pools, sequence.page_tables, new_pages, strict=True
+        ):
+            num_needed = pool.num_pages_for(num_tokens)
+            pool.free(reversed(table[num_needed:]))
+            del table[num_needed:]
+            kept.append(tuple(page for page in pages if page[0] < num_needed))
+        return tuple(kept)
+
+    def will_free(self, num_missing: list[int]) -> bool:
+        """Tell whether the pages will be there once all LEAVING sequences are gone."""
+        return all(
+            count <= pool.num_free + sum(len(leaver.page_tables[group]) for leaver in self.leaving)
+            for group, (pool, count) in enumerate(zip(self.page_pools, num_missing, strict=True))
+        )
+
+    def _leave(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.LEAVING
+        self.leaving[sequence] = None
+        self.settle(sequence)

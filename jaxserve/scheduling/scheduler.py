@@ -1,0 +1,245 @@
+"""Scheduler: decides which tokens each step computes, and takes in what the step returned."""
+
+import operator
+from collections import deque
+
+from jaxserve.errors import RequestTooLongError
+from jaxserve.request import FinishReason, Sequence, SequenceStatus
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.endings import append_tokens, find_end_token_ids, find_max_num_tokens
+from jaxserve.scheduling.invariants import check_books, num_reserved_tokens
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.roster import Roster
+from jaxserve.scheduling.step_builder import StepBuilder
+from jaxserve.step import SchedulerOutput, SequenceUpdate, StepResult, TokenLogprobs
+
+_NO_TOKENS = "the step must sample at least 1 token for a running row; got 0"
+_NOT_FINITE = "logits must be finite; got NaN, or no finite value"
+
+
+class Scheduler:
+    """Continuous batching, first come, first served, with several steps in flight.
+
+    There are no phases: `num_computed_tokens` of each sequence catches up with its `num_tokens`,
+    and `schedule` hands each its share of the step's token budget. Steps are dispatched before
+    the results of earlier ones are known, under these rules:
+
+    1. `max_tokens` and `max_model_len` are known beforehand; no step is scheduled past them.
+    2. An ending id is tested on the device, which freezes the row. The row may be scheduled
+       again before the host knows; it then returns no token.
+    3. A stop string comes as an `abort` with the number of tokens that the client keeps.
+    4. A sequence that ended, was aborted or preempted keeps slot and pages until no step in
+       flight holds it.
+    5. A row returns a number of tokens, from none to all that it reserved.
+
+    Source: Yu et al. 2022 (Orca, iteration-level scheduling); Agrawal et al. 2023 (Sarathi,
+    chunked prefill); vLLM V1's scheduler for the arithmetic without phases.
+    """
+
+    def __init__(self, config: SchedulerConfig, page_pools: tuple[PagePool, ...]):
+        """Start without sequences.
+
+        Args:
+          config: the limits.
+          page_pools: the pool of each cache group, at least one, all pages free.
+        """
+        self._config = config
+        self._roster = Roster(page_pools, config.max_num_seqs)
+        self._in_flight: deque[SchedulerOutput] = deque()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a sequence waits, runs, or has ended but still holds its slot and pages."""
+        roster = self._roster
+        return bool(roster.running or roster.waiting or roster.leaving)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run."""
+        return len(self._roster.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, preempted ones included."""
+        return len(self._roster.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions since the start; never falls."""
+        return self._roster.num_preemptions
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pages that are held, in [0, 1]; of the fullest group."""
+        return max(1 - pool.num_free / pool.num_usable for pool in self._roster.page_pools)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence into the queue.
+
+        Raises:
+          RequestTooLongError: the prompt leaves no room for a token under `max_model_len`, or
+            prompt and `max_tokens` can never fit into the pages of some group.
+          ValueError: an unfinished sequence has the same request id and index.
+        """
+        config = self._config
+        num_prompt_tokens = sequence.num_prompt_tokens
+        if num_prompt_tokens >= config.max_model_len:
+            raise RequestTooLongError(
+                f"prompt must have at most {config.max_model_len - 1} tokens, since the model "
+                f"takes {config.max_model_len}; got {num_prompt_tokens}; shorten the prompt",
+                parameter="prompt",
+                value=num_prompt_tokens,
+            )
+        max_num_tokens = find_max_num_tokens(sequence.request, config.max_model_len)
+        for pool in self._roster.page_pools:
+            if pool.num_pages_for(max_num_tokens) > pool.num_usable:
+                num_held = pool.num_usable * pool.page_size
+                raise RequestTooLongError(
+                    f"prompt and max_tokens must fit the KV cache of {num_held} tokens "
+                    f"({pool.num_usable} pages of {pool.page_size}); got {num_prompt_tokens} + "
+                    f"{max_num_tokens - num_prompt_tokens}; lower max_tokens or shorten the prompt",
+                    parameter="max_tokens",
+                    value=max_num_tokens,
+                )
+        self._roster.add(sequence)
+        sequence.max_num_tokens = max_num_tokens
+        sequence.end_token_ids = find_end_token_ids(sequence.request)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Choose the next step and count it as in flight.
+
+        Returns:
+          The step, or None when no sequence can advance now or `max_steps_in_flight` steps are
+          in flight. Each step must come back, in the same order, to `commit` or `fail_step`.
+        """
+        if len(self._in_flight) >= self._config.max_steps_in_flight:
+            return None
+        output = StepBuilder(self._config, self._roster).build()
+        if output is not None:
+            self._in_flight.append(output)
+        return output
+
+    def commit(self, output: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
+        """Take in the tokens of the oldest step in flight.
+
+        Tokens after the end of a sequence are dropped. A row that is not finite, or that samples
+        nothing though its sequence runs, ends its sequence with an error and no other.
+
+        Returns:
+          One update for each sequence that got tokens or ended, in the order of the rows.
+
+        Raises:
+          ValueError: `output` is not the oldest step in flight, or the result has too few rows
+            or, in a row, more tokens than the row reserved.
+        """
+        if not self._in_flight or self._in_flight[0] is not output:
+            raise ValueError("output must be the oldest step in flight; got another one")
+        reserved = [num_reserved_tokens(row) for row in output.rows]
+        num_new = result.num_new.tolist()[: len(reserved)]
+        if any(map(operator.gt, num_new, reserved)) or len(num_new) < len(reserved):
+            raise ValueError(f"num_new must be at most {reserved}, row by row; got {num_new}")
+        self._in_flight.popleft()
+        tokens, is_finite = result.tokens.tolist(), result.is_finite.tolist()
+        updates = []
+        for index, row in enumerate(output.rows):
+            sequence = row.sequence
+            sequence.num_steps_in_flight -= 1
+            sequence.num_pending_tokens -= reserved[index]
+            if sequence.finish_reason is None:
+                count = num_new[index]
+                if not is_finite[index]:
+                    updates.append(self._end_with_error(sequence, _NOT_FINITE))
+                elif count:
+                    sequence.num_computed_tokens -= reserved[index] - count
+                    entries = result.logprobs[index] if result.logprobs else None
+                    updates.append(self._accept(sequence, tokens[index][:count], entries))
+                elif row.can_sample:
+                    updates.append(self._end_with_error(sequence, _NO_TOKENS))
+            if sequence.status is SequenceStatus.LEAVING:
+                self._roster.settle(sequence)
+        return updates
+
+    def fail_step(self, output: SchedulerOutput, error: str) -> list[SequenceUpdate]:
+        """Take back any step in flight that raised; its unfinished sequences end with `error`."""
+        self._in_flight.remove(output)
+        updates = []
+        for row in output.rows:
+            sequence = row.sequence
+            sequence.num_steps_in_flight -= 1
+            sequence.num_pending_tokens -= num_reserved_tokens(row)
+            if sequence.finish_reason is None:
+                updates.append(self._end_with_error(sequence, error))
+            elif sequence.status is SequenceStatus.LEAVING:
+                self._roster.settle(sequence)
+        return updates
+
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        *,
+        finish_reason: FinishReason = FinishReason.ABORT,
+        stop_reason: int | str | None = None,
+        num_output_tokens: int | None = None,
+    ) -> list[SequenceUpdate]:
+        """End sequences from outside, at once and in whatever state they are.
+
+        Args:
+          request_id: of the sequences; an unknown or finished one is ignored.
+          index: which of the request's sequences; None = all.
+          finish_reason: STOP when the text side found a stop string.
+          stop_reason: that stop string.
+          num_output_tokens: output tokens that the client keeps; None = all known ones.
+
+        Returns:
+          The final update of each sequence that was unfinished.
+        """
+        if num_output_tokens is not None and num_output_tokens < 0:
+            raise ValueError(f"num_output_tokens must be at least 0; got {num_output_tokens}")
+        updates = []
+        for sequence in self._roster.find(request_id, index):
+            if num_output_tokens is not None:
+                del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
+            self._roster.end(sequence, finish_reason, stop_reason)
+            updates.append(_make_update(sequence))
+        return updates
+
+    def check_invariants(self) -> None:
+        """Check that slots, pages, states and steps in flight agree.
+
+        Raises:
+          RuntimeError: they do not; names the law and the counts.
+        """
+        check_books(self._roster, (row for output in self._in_flight for row in output.rows))
+
+    def _accept(
+        self, sequence: Sequence, tokens: list[int], logprobs: tuple[TokenLogprobs, ...] | None
+    ) -> SequenceUpdate:
+        """Append sampled tokens to a sequence, and end it where it ends."""
+        num_kept, ending = append_tokens(sequence, tokens)
+        if ending is not None:
+            self._roster.end(sequence, *ending)
+        return _make_update(sequence, tokens[:num_kept], logprobs)
+
+    def _end_with_error(self, sequence: Sequence, error: str) -> SequenceUpdate:
+        self._roster.end(sequence, FinishReason.ERROR)
+        return _make_update(sequence, error=error)
+
+
+def _make_update(
+    sequence: Sequence,
+    new_token_ids: list[int] | tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+    error: str | None = None,
+) -> SequenceUpdate:
+    return SequenceUpdate(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        new_token_ids=tuple(new_token_ids),
+        logprobs=logprobs[: len(new_token_ids)] if logprobs is not None else None,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        error=error,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+    )

@@ -1,0 +1,236 @@
+"""StepBuilder: chooses the rows of one step."""
+
+from dataclasses import dataclass
+
+from jaxserve.request import Sequence, SequenceStatus
+from jaxserve.scheduling.bucket_fit import find_surplus
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.roster import NewPages, Roster
+from jaxserve.step import ScheduledRow, SchedulerOutput
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chunk:
+    """Prompt tokens that a sequence gets in this step; its end may still be cut."""
+
+    sequence: Sequence
+    num_tokens: int
+    new_pages: NewPages
+    is_admission: bool
+
+    @property
+    def end(self) -> int:
+        return self.sequence.num_computed_tokens + self.num_tokens
+
+
+class StepBuilder:
+    """Chooses the rows of one step: decode rows, running prompts, then waiting sequences.
+
+    **Pages.** A row that lacks pages preempts the sequences that arrived last, one after the
+    other, but only as many as it needs, and none while the pages of LEAVING sequences will do.
+    What it cannot get at once it does without: the row is skipped, and for the rest of the step
+    no row behind it gets any page and no one is admitted.
+
+    **Progress.** The oldest running sequence always advances after finitely many steps. A
+    sequence that cannot fit the empty pool is never added, and no sequence needs more pages than
+    its length end allows. If the oldest lacks a page, either LEAVING sequences hold enough, and
+    these come free when the steps in flight are committed; or there is a younger running sequence,
+    and one is preempted. It cannot be preempted itself, for the victim is always the last to
+    arrive, and each preempted sequence waits in front of all that could be admitted. So
+    the younger ones become fewer until it has its page or runs alone, and then every page is free
+    or its own. When nothing runs or leaves, all pages are free and the first that waits is
+    admitted. So the oldest ends, then the next oldest, and in the end all.
+    """
+
+    def __init__(self, config: SchedulerConfig, roster: Roster):
+        """Start an empty step."""
+        self._config = config
+        self._roster = roster
+        self._decode_rows: list[ScheduledRow] = []
+        self._prompts: list[Sequence] = []
+        self._chunks: list[_Chunk] = []
+        self._num_tokens = 0
+        self._num_decode_tokens = 0
+        self._is_short_of_pages = False
+
+    def build(self) -> SchedulerOutput | None:
+        """Choose the rows and count them as in flight; None when no sequence can advance."""
+        self._add_decodes()
+        self._add_prompts()
+        self._add_waiting()
+        self._fit_bucket()
+        rows = (*self._decode_rows, *map(self._make_row, self._chunks))
+        if not rows:
+            return None
+        return SchedulerOutput(
+            rows=rows, num_decode_rows=len(self._decode_rows), num_tokens=self._num_tokens
+        )
+
+    def _add_decodes(self) -> None:
+        """Add the rows whose next token to compute was sampled on the device.
+
+        For such a sequence `num_tokens` is always `num_computed_tokens + 1`.
+        """
+        rows, prompts, no_pages = self._decode_rows, self._prompts, self._roster.no_pages
+        width = self._config.num_decode_tokens
+        page_step = self._roster.page_step
+        num_tokens = 0
+        for sequence in tuple(self._roster.running):
+            start = sequence.num_computed_tokens
+            if start < sequence.num_prefill_tokens:
+                prompts.append(sequence)
+                continue
+            count = sequence.max_num_tokens - start - 1
+            if count > width:
+                count = width
+            if count <= 0 or sequence.status is not SequenceStatus.RUNNING:
+                continue
+            end = start + count
+            new_pages = no_pages
+            if -start % page_step < count:
+                new_pages = self._obtain_pages(sequence, end)
+                if new_pages is None:
+                    continue
+            sequence.num_computed_tokens = end
+            sequence.num_pending_tokens += count
+            sequence.num_steps_in_flight += 1
+            num_tokens += count
+            rows.append(
+                ScheduledRow(
+                    sequence=sequence,
+                    start=start,
+                    num_scheduled_tokens=count,
+                    is_decode=True,
+                    is_admission=False,
+                    can_sample=True,
+                    new_pages=new_pages,
+                )
+            )
+        self._num_tokens = self._num_decode_tokens = num_tokens
+
+    def _add_prompts(self) -> None:
+        """Add the next chunks of running sequences; the decode rows preempted some of them."""
+        for sequence in self._prompts:
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            count = self._chunk_size(sequence.num_prefill_tokens - sequence.num_computed_tokens)
+            if count == 0:
+                return
+            new_pages = self._obtain_pages(sequence, sequence.num_computed_tokens + count)
+            if new_pages is None:
+                return
+            self._add_chunk(sequence, count, new_pages, is_admission=False)
+
+    def _add_waiting(self) -> None:
+        """Admit waiting sequences whose known tokens fit into pages that no one needs sooner."""
+        roster = self._roster
+        if self._is_short_of_pages or not roster.waiting or not roster.slot_pool.num_free:
+            return
+        reserved = self._count_reserved_pages()
+        while roster.waiting and roster.slot_pool.num_free:
+            sequence = roster.waiting[0]
+            num_tokens = len(sequence.token_ids)
+            count = self._chunk_size(num_tokens)
+            if count == 0 or sequence.status is SequenceStatus.LEAVING:
+                return
+            missing = roster.count_missing_pages(sequence, num_tokens)
+            reserved = [sum(counts) for counts in zip(reserved, missing, strict=True)]
+            if not self._can_admit(reserved):
+                return
+            roster.admit()
+            first_pages = roster.count_missing_pages(sequence, count)
+            new_pages = roster.give_pages(sequence, first_pages)
+            assert new_pages is not None
+            reserved = [n - given for n, given in zip(reserved, first_pages, strict=True)]
+            self._add_chunk(sequence, count, new_pages, is_admission=True)
+
+    def _fit_bucket(self) -> None:
+        """Cut the last prompt chunk where the step then fills its bucket."""
+        if not self._chunks:
+            return
+        last = self._chunks[-1]
+        surplus = find_surplus(
+            self._num_tokens,
+            self._num_decode_tokens,
+            last_chunk=last.num_tokens,
+            buckets=self._config.token_buckets,
+            has_more=self._has_more_prompt_tokens(),
+        )
+        if surplus:
+            last.num_tokens -= surplus
+            self._num_tokens -= surplus
+            last.new_pages = self._roster.take_back_pages(last.sequence, last.end, last.new_pages)
+
+    def _has_more_prompt_tokens(self) -> bool:
+        """Tell whether the budget or the threshold leaves prompt tokens out of this step."""
+        if any(chunk.end < chunk.sequence.num_prefill_tokens for chunk in self._chunks):
+            return True
+        is_full = self._num_tokens == self._config.max_num_batched_tokens
+        return is_full and (bool(self._roster.waiting) or len(self._chunks) < len(self._prompts))
+
+    def _make_row(self, chunk: _Chunk) -> ScheduledRow:
+        """Count a chunk as in flight and make its row."""
+        sequence = chunk.sequence
+        start, end = sequence.num_computed_tokens, chunk.end
+        can_sample = end == sequence.num_prefill_tokens
+        sequence.num_computed_tokens = end
+        sequence.num_pending_tokens += can_sample
+        sequence.num_steps_in_flight += 1
+        return ScheduledRow(
+            sequence=sequence,
+            start=start,
+            num_scheduled_tokens=chunk.num_tokens,
+            is_decode=False,
+            is_admission=chunk.is_admission,
+            can_sample=can_sample,
+            new_pages=chunk.new_pages,
+        )
+
+    def _add_chunk(
+        self, sequence: Sequence, count: int, new_pages: NewPages, *, is_admission: bool
+    ) -> None:
+        self._num_tokens += count
+        self._chunks.append(
+            _Chunk(
+                sequence=sequence, num_tokens=count, new_pages=new_pages, is_admission=is_admission
+            )
+        )
+
+    def _chunk_size(self, num_left: int) -> int:
+        """Limit a prompt's tokens to the step's budget and the threshold."""
+        threshold = self._config.long_prefill_token_threshold or num_left
+        return min(num_left, threshold, self._config.max_num_batched_tokens - self._num_tokens)
+
+    def _count_reserved_pages(self) -> list[int]:
+        """Count the pages, for each group, that the running sequences' prompts will still need."""
+        reserved = [0] * len(self._roster.page_pools)
+        for sequence in self._prompts:
+            if sequence.status is SequenceStatus.RUNNING:
+                num_tokens = sequence.num_prefill_tokens
+                missing = self._roster.count_missing_pages(sequence, num_tokens)
+                reserved = [sum(counts) for counts in zip(reserved, missing, strict=True)]
+        return reserved
+
+    def _can_admit(self, reserved: list[int]) -> bool:
+        """Tell whether the pages are there, and the watermark is kept if anyone runs."""
+        share = self._config.watermark if self._roster.running else 0.0
+        return all(
+            count + int(share * pool.num_usable) <= pool.num_free
+            for count, pool in zip(reserved, self._roster.page_pools, strict=True)
+        )
+
+    def _obtain_pages(self, sequence: Sequence, num_tokens: int) -> NewPages | None:
+        """Give a running sequence pages for so many tokens, preempting younger ones if need be."""
+        roster = self._roster
+        missing = roster.count_missing_pages(sequence, num_tokens)
+        if not any(missing):
+            return roster.no_pages
+        while not self._is_short_of_pages:
+            new_pages = roster.give_pages(sequence, missing)
+            if new_pages is not None:
+                return new_pages
+            if roster.running[-1] is sequence or roster.will_free(missing):
+                self._is_short_of_pages = True
+            else:
+                roster.preempt_newest()
+        return None

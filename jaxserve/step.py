@@ -1,0 +1,90 @@
+"""The values that pass between scheduler and runner: SchedulerOutput down, StepResult up."""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from jaxserve.request import FinishReason, Sequence
+
+
+class ScheduledRow(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
+    """One sequence's share of a step; a msgspec struct, since it is made for each row and step.
+
+    The step computes the tokens `[start, start + num_scheduled_tokens)` of the sequence.
+
+    Attributes:
+      sequence: whose row it is.
+      start: `num_computed_tokens` before this step.
+      num_scheduled_tokens: at least 1. A decode row samples as many tokens as it computes, at
+        most; it has more than 1 only when a program emits several tokens a row (W > 1).
+      is_decode: the one token to compute was sampled on the device by an earlier step, so its
+        id is not sent. Otherwise the ids come from `sequence.token_ids`.
+      is_admission: the sequence has just received its slot; its parameters are sent.
+      can_sample: the step computes the sequence's last existing token, and so samples the next.
+      new_pages: for each cache group, `(index in the page table, page id)` of pages that
+        the sequence received for this step.
+    """
+
+    sequence: Sequence
+    start: int
+    num_scheduled_tokens: int
+    is_decode: bool
+    is_admission: bool
+    can_sample: bool
+    new_pages: tuple[tuple[tuple[int, int], ...], ...]
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One step: decode rows first, then rows of prompt chunks."""
+
+    rows: tuple[ScheduledRow, ...]
+    num_decode_rows: int
+    num_tokens: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one sampled position.
+
+    Attributes:
+      logprob: of the chosen token.
+      rank: of the chosen token, 1 = most likely.
+      top_ids: the most likely ids, best first.
+      top_logprobs: theirs.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the device returned for the rows of one step, as numpy arrays; S rows or more.
+
+    Attributes:
+      tokens: int32[S, W], sampled ids; the first `num_new` of a row are valid.
+      num_new: int32[S], 0 for rows that sampled nothing, were frozen or are padding.
+      is_finite: bool[S], False where a row's logits held NaN or no finite value.
+      logprobs: for each row W entries, or None where none were asked.
+    """
+
+    tokens: np.ndarray
+    num_new: np.ndarray
+    is_finite: np.ndarray
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] | None = None
+
+
+class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one sequence after a step; the only thing that leaves the engine upwards."""
+
+    request_id: str
+    index: int
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0

@@ -1,0 +1,1 @@
+"""Between text and token ids, on the host: no JAX."""

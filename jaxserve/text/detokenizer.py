@@ -1,0 +1,71 @@
+"""Detokenizer: the text of one sequence, token by token, never taken back."""
+
+from collections.abc import Sequence
+
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Turns a sequence's output tokens into text as they come.
+
+    The deltas of `feed` and `flush`, joined, are what `Tokenizer.decode` of prompt and output adds
+    to the prompt's complete characters: a character that the prompt began and the output ends is
+    in the first delta, and so is the space that SentencePiece drops at the start of a text only.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ):
+        """Start after a prompt.
+
+        Args:
+          tokenizer: whose ids are fed.
+          prompt_token_ids: context; its text is not given out.
+          skip_special_tokens: leave special tokens out of the text.
+          spaces_between_special_tokens: keep the space that the tokenizer's decoder puts before
+            an added token which directly follows another one. Decoders of today's decoder-only
+            models put none; those that join tokens with spaces do.
+        """
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+        self._keeps_spaces = skip_special_tokens or spaces_between_special_tokens
+        self._was_added = False
+        self._joiner = tokenizer.make_joiner()
+        tokens = [self._token(token_id) for token_id in prompt_token_ids]
+        self._joiner.prime([token for token in tokens if token is not None])
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens.
+
+        Args:
+          token_ids: the next ids, any number; ids without a token add no text.
+
+        Returns:
+          The text that became stable.
+        """
+        return "".join(map(self._feed_one, token_ids))
+
+    def flush(self) -> str:
+        """The text that was held back, broken characters as U+FFFD; call it once, at the end."""
+        return self._joiner.flush()
+
+    def _feed_one(self, token_id: int) -> str:
+        token = self._token(token_id)
+        if token is None:
+            return ""
+        if self._keeps_spaces:
+            return self._joiner.feed(token)
+        is_added = token_id in self._tokenizer.added_tokens
+        feed = self._joiner.feed_raw if is_added and self._was_added else self._joiner.feed
+        self._was_added = is_added
+        return feed(token)
+
+    def _token(self, token_id: int) -> str | None:
+        if self._skips_special and token_id in self._tokenizer.special_token_ids:
+            return None
+        return self._tokenizer.vocabulary_token(token_id)

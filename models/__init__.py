@@ -1,0 +1,1 @@
+"""Flax model definitions over a paged KV cache, and the loaders of their weights."""

@@ -1,0 +1,127 @@
+"""Attention over a cache group: projections, rotary embedding, the write, and the right kernel."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.batch import ForwardBatch
+from models.config import ModelConfig
+from models.kv_cache import CacheGroup, KVCache
+from models.layers import DenseFormat, Linear, RMSNorm
+from models.rotary import rotate
+from pallas_kernels import decode_attention, prefill_attention, xla_attention
+from pallas_kernels.platform import AttentionBackend
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """The two attention functions of one backend, chosen once at construction."""
+
+    decode: Callable[..., jax.Array]
+    prefill: Callable[..., jax.Array]
+
+
+ATTENTION_KERNELS: dict[AttentionBackend, AttentionKernels] = {
+    "mosaic": AttentionKernels(
+        decode_attention.decode_attention, prefill_attention.prefill_attention
+    ),
+    "xla": AttentionKernels(xla_attention.decode_attention, xla_attention.prefill_attention),
+}
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with a fused qkv weight `[D, K, G + 2, H]`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        kernels: AttentionKernels,
+        has_qk_norm: bool,
+        cache_group: int = 0,
+    ):
+        D, H = config.hidden_size, config.head_dim
+        K, G = config.num_key_value_heads, config.num_query_heads_per_kv_head
+        weight_format, bias_dtype = DenseFormat(dtype), dtype if config.attention_bias else None
+        self.kernels, self.cache_group, self.scale = kernels, cache_group, 1 / math.sqrt(H)
+        self.qkv_proj = Linear(
+            (D,),
+            (K, G + 2, H),
+            axes=("embed", "kv_heads", "group", "head_dim"),
+            weight_format=weight_format,
+            bias_dtype=bias_dtype,
+        )
+        self.o_proj = Linear(
+            (K, G, H),
+            (D,),
+            axes=("kv_heads", "group", "head_dim", "embed"),
+            weight_format=weight_format,
+            bias_dtype=bias_dtype,
+        )
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(H, eps=eps, dtype=dtype, axis="head_dim") if has_qk_norm else None
+        self.k_norm = RMSNorm(H, eps=eps, dtype=dtype, axis="head_dim") if has_qk_norm else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        batch: ForwardBatch,
+        cache: KVCache,
+        layer: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, KVCache]:
+        """Attend.
+
+        Args:
+          x: [T, D], normalised hidden states.
+          batch: of this pass.
+          cache: all groups.
+          layer: int32[1], index of this layer within its cache group.
+          angles: cosine and sine of the positions, float32[T, 1, H / 2].
+
+        Returns:
+          [T, D], and the cache with this step's keys and values.
+        """
+        q, k, v = self._project(x, angles)
+        group = cache.groups[self.cache_group].write(layer, batch.slot_mapping[self.cache_group], k, v)
+        out = self._attend(q, group, layer, batch)
+        T, _, H = q.shape
+        K = k.shape[1]
+        out = self.o_proj(out[..., :H].reshape(T, K, -1, H))
+        return out, cache.with_group(self.cache_group, group)
+
+    def _project(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        qkv = self.qkv_proj(x)  # [T, K, G + 2, H]
+        T, _, _, H = qkv.shape
+        q, k, v = qkv[:, :, :-2].reshape(T, -1, H), qkv[:, :, -2], qkv[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, *angles), rotate(k, *angles), v
+
+    def _attend(
+        self, q: jax.Array, group: CacheGroup, layer: jax.Array, batch: ForwardBatch
+    ) -> jax.Array:
+        """[T, N, H] -> [T, N, stored_head_dim]: decode rows by one kernel, chunks by the other."""
+        geometry = group.geometry
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, geometry.stored_head_dim - q.shape[-1])))
+        pages = (group.k_pages, group.v_pages, layer, batch.page_tables[self.cache_group])
+        options = dict(scale=self.scale, sliding_window=geometry.sliding_window)
+        num_rows = batch.seq_lens.shape[0]
+        if batch.is_decode_only:
+            return self.kernels.decode(q, *pages, batch.seq_lens, **options)
+        is_decode_row = jnp.arange(num_rows) < batch.num_decode_rows
+        decode_lens = jnp.where(is_decode_row, batch.seq_lens, 0)
+        decoded = self.kernels.decode(q[:num_rows], *pages, decode_lens, **options)
+        prefilled = self.kernels.prefill(
+            q, *pages, batch.seq_lens, batch.query_start_loc, batch.num_decode_rows, **options
+        )
+        is_decode_token = jnp.arange(num_rows) < batch.num_decode_rows
+        head = jnp.where(is_decode_token[:, None, None], decoded, prefilled[:num_rows])
+        return jnp.concatenate([head, prefilled[num_rows:]])

@@ -1,0 +1,137 @@
+"""KVCache and its groups: the paged keys and values of all layers, as a pytree."""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+from models.sharding import Sharder
+
+CACHE_AXES = ("layers", "pages", "page", "kv_heads", "head_dim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGeometry:
+    """The shape of one cache group; the group's layers share page tables.
+
+    Attributes:
+      num_layers: layers in the group.
+      page_size: tokens in a page.
+      num_kv_heads: KV heads of a layer.
+      stored_head_dim: head dim in memory, padded to what the kernels take.
+      dtype: of the stored keys and values.
+      sliding_window: tokens that a query sees, or None for all.
+    """
+
+    num_layers: int
+    page_size: int
+    num_kv_heads: int
+    stored_head_dim: int
+    dtype: str
+    sliding_window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers of the group."""
+        per_head = self.stored_head_dim * jnp.dtype(self.dtype).itemsize
+        return 2 * self.num_layers * self.num_kv_heads * per_head
+
+    @property
+    def bytes_per_page(self) -> int:
+        return self.page_size * self.bytes_per_token
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Keys and values of the layers that share page tables.
+
+    Every slot holds a finite value at all times (zeros at first): kernels multiply the values
+    behind a sequence's end by a probability of zero.
+
+    Attributes:
+      k_pages: [L, P, B, K, H] in the geometry's dtype. Page 0 is the null page, never owned.
+      v_pages: the same.
+      geometry: static.
+    """
+
+    k_pages: jax.Array
+    v_pages: jax.Array
+    geometry: CacheGeometry = field(metadata={"static": True})
+
+    @property
+    def num_pages(self) -> int:
+        return self.k_pages.shape[1]
+
+    def write(self, layer: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> "CacheGroup":
+        """Write one layer's new keys and values.
+
+        Args:
+          layer: int32[1], index of the layer in this group.
+          slots: int32[T]; slots past the last page are dropped.
+          k: [T, K, head_dim], padded to the stored head dim here.
+          v: the same.
+        """
+        return replace(
+            self,
+            k_pages=_write_pages(self.k_pages, layer, slots, k),
+            v_pages=_write_pages(self.v_pages, layer, slots, v),
+        )
+
+
+def _write_pages(pages: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    L, P, B, K, H = pages.shape
+    new = jnp.pad(new, ((0, 0), (0, 0), (0, H - new.shape[-1]))).astype(pages.dtype)
+    flat = pages.reshape(L, P * B, K, H)
+    flat = flat.at[layer[0], slots].set(new, mode="drop", unique_indices=True)
+    return flat.reshape(L, P, B, K, H)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCache:
+    """All cache groups of a model. Donated to each step and rebound."""
+
+    groups: tuple[CacheGroup, ...]
+
+    def with_group(self, index: int, group: CacheGroup) -> "KVCache":
+        groups = self.groups[:index] + (group,) + self.groups[index + 1 :]
+        return replace(self, groups=groups)
+
+
+def cache_geometries(
+    config: ModelConfig, *, page_size: int, dtype: str, stored_head_dim: int | None = None
+) -> tuple[CacheGeometry, ...]:
+    """The cache groups of a model: one group of full attention."""
+    return (
+        CacheGeometry(
+            num_layers=config.num_hidden_layers,
+            page_size=page_size,
+            num_kv_heads=config.num_key_value_heads,
+            stored_head_dim=stored_head_dim or config.stored_head_dim,
+            dtype=dtype,
+        ),
+    )
+
+
+def abstract_cache(
+    geometries: tuple[CacheGeometry, ...], num_pages: tuple[int, ...], sharder: Sharder
+) -> KVCache:
+    """A cache of shapes only, to lower programs with."""
+
+    def group(geometry: CacheGeometry, pages: int) -> CacheGroup:
+        g = geometry
+        shape = (g.num_layers, pages, g.page_size, g.num_kv_heads, g.stored_head_dim)
+        array = sharder.abstract(shape, g.dtype, CACHE_AXES)
+        return CacheGroup(k_pages=array, v_pages=array, geometry=geometry)  # pyright: ignore[reportArgumentType]
+
+    return KVCache(groups=tuple(map(group, geometries, num_pages)))
+
+
+def allocate_cache(
+    geometries: tuple[CacheGeometry, ...], num_pages: tuple[int, ...], sharder: Sharder
+) -> KVCache:
+    """A cache of zeros on the device."""
+    abstract = abstract_cache(geometries, num_pages, sharder)
+    return sharder.zeros(abstract)

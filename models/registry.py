@@ -1,0 +1,28 @@
+"""Architecture name -> model class."""
+
+from models.decoder import Decoder
+from models.errors import ModelLoadError
+from models.families.llama import LlamaForCausalLM
+from models.families.qwen3 import Qwen3ForCausalLM
+
+_MODEL_CLASSES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+
+
+def register_model(architecture: str, model_class: type[Decoder]) -> None:
+    """Make an architecture of a config.json known."""
+    _MODEL_CLASSES[architecture] = model_class
+
+
+def model_class(architecture: str) -> type[Decoder]:
+    """The class of an architecture.
+
+    Raises:
+      ModelLoadError: it is not known; names those that are.
+    """
+    if architecture not in _MODEL_CLASSES:
+        known = ", ".join(sorted(_MODEL_CLASSES))
+        raise ModelLoadError(f"architectures must name one of {known}; got {architecture!r}")
+    return _MODEL_CLASSES[architecture]

@@ -1,0 +1,49 @@
+"""Rotary position embedding and its scalings."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import ModelConfig, RopeScaling
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """float32[head_dim / 2] radians a position.
+
+    Source: Su et al. 2021; the scalings as in Hugging Face's modeling_rope_utils.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+    return _scale(frequencies, config.rope_scaling).astype(np.float32)
+
+
+def _scale(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    if scaling.rope_type == "frequency_factors":
+        return frequencies / np.asarray(scaling.frequency_factors, np.float32)
+    if scaling.rope_type == "llama3":
+        return _scale_llama3(frequencies, scaling)
+    return frequencies
+
+
+def _scale_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Long waves are divided by `factor`, short ones kept, those between interpolated."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def rotary_angles(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of int32[T] positions, each float32[T, 1, head_dim / 2]."""
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate [T, heads, head_dim] by its positions; dimension i pairs with i + head_dim / 2."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

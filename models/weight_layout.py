@@ -1,0 +1,196 @@
+"""WeightLayout: how a model's parameters become the flat leaves that a step takes, and back.
+
+A call of a compiled program costs time for each leaf (measured: docs/performance.md), so the
+parameters that all layers have in equal shape can be kept as one stacked array each. The model
+code does not know: inside the trace each layer gets its slice.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.sharding import Sharder
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array that enters a step.
+
+    Attributes:
+      path: of the parameter, with `layers.*` for a stack.
+      shape: of the array, the stacked axis first.
+      dtype: its name.
+      axes: logical names of the axes.
+      num_layers: length of the stack, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    num_layers: int | None
+
+
+class WeightLayout:
+    """The leaves of one model, their order, and the way back to a model inside a trace."""
+
+    def __init__(self, graphdef, treedef, parameters: list[Leaf], head_path: str, stack: bool):
+        self._graphdef, self._treedef = graphdef, treedef
+        self._parameters = parameters
+        self.leaves = self._pack_leaves() if stack else tuple(parameters)
+        self._leaf_index = {leaf.path: index for index, leaf in enumerate(self.leaves)}
+        self.head_index = self._leaf_index[head_path]
+
+    @classmethod
+    def of_model(
+        cls, model_class: type[Decoder], config: ModelConfig, *, stack_layers: bool, **options
+    ) -> "WeightLayout":
+        """The layout of a model that is built without memory; options go to its constructor."""
+        model = nnx.eval_shape(lambda: model_class(config, **options))
+        graphdef, state = nnx.split(model)
+        variables = [variable for _, variable in nnx.to_flat_state(state)]
+        paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        values, treedef = jax.tree.flatten(state)
+        assert len(values) == len(paths)
+        parameters = [
+            Leaf(path, value.shape, value.dtype.name, variable.get_metadata()["logical_axes"], None)
+            for path, value, variable in zip(paths, values, variables, strict=True)
+        ]
+        return cls(graphdef, treedef, parameters, model.head_path, stack_layers)
+
+    def merge(self, leaves: Sequence[jax.Array]) -> Decoder:
+        """The model, inside a trace, from arrays in the order of `leaves`."""
+        values = [self._select(leaves, parameter.path) for parameter in self._parameters]
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, values))
+
+    def abstract(self, sharder: Sharder) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, to lower programs with."""
+        return [sharder.abstract(leaf.shape, leaf.dtype, leaf.axes) for leaf in self.leaves]
+
+    def locate(self, path: str) -> tuple[int, int | None]:
+        """The leaf that holds a parameter, and the layer within it if the leaf is a stack."""
+        if path in self._leaf_index:
+            return self._leaf_index[path], None
+        stacked = _stacked_path(path)
+        return self._leaf_index[stacked], _layer_of(path)
+
+    @property
+    def parameters(self) -> tuple[Leaf, ...]:
+        """Every parameter with its own path and shape, not stacked."""
+        return tuple(self._parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(np.prod(p.shape)) * jnp.dtype(p.dtype).itemsize for p in self._parameters)
+
+    def _select(self, leaves: Sequence[jax.Array], path: str) -> jax.Array:
+        index, layer = self.locate(path)
+        return leaves[index] if layer is None else leaves[index][layer]
+
+    def _pack_leaves(self) -> tuple[Leaf, ...]:
+        by_stack: dict[str, list[Leaf]] = {}
+        for parameter in self._parameters:
+            by_stack.setdefault(_stacked_path(parameter.path), []).append(parameter)
+        packed: list[Leaf] = []
+        for path, members in by_stack.items():
+            first = members[0]
+            if path == first.path or len({(m.shape, m.dtype) for m in members}) > 1:
+                packed.extend(members)
+                continue
+            shape, axes = (len(members), *first.shape), ("layers", *first.axes)
+            packed.append(Leaf(path, shape, first.dtype, axes, len(members)))
+        return tuple(packed)
+
+
+class WeightStore:
+    """The arrays of a layout while they are being loaded: one parameter at a time."""
+
+    def __init__(self, layout: WeightLayout, sharder: Sharder):
+        self.layout, self._sharder = layout, sharder
+        self._shapes = {p.path: p for p in layout.parameters}
+        self._missing = set(self._shapes)
+        self._leaves: list[jax.Array | None] = [None] * len(layout.leaves)
+
+    def expects(self, path: str) -> bool:
+        """Whether the model has this parameter."""
+        return path in self._shapes
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Parameters that were not put yet."""
+        return tuple(sorted(self._missing))
+
+    def put(self, path: str, value: np.ndarray) -> None:
+        """Upload one parameter, cast to the model's type.
+
+        Raises:
+          ValueError: the shape is not the model's.
+        """
+        parameter = self._shapes[path]
+        if value.shape != parameter.shape:
+            raise ValueError(f"{path} must have shape {parameter.shape}; got {value.shape}")
+        array = self._sharder.put(value.astype(jnp.dtype(parameter.dtype)), parameter.axes)
+        index, layer = self.layout.locate(path)
+        if layer is None:
+            self._leaves[index] = array
+        else:
+            self._leaves[index] = _insert(self._stack(index), array, np.int32(layer))
+        self._missing.discard(path)
+
+    def leaves(self) -> list[jax.Array]:
+        """All arrays, in the layout's order."""
+        assert not self._missing, self._missing
+        return [leaf for leaf in self._leaves if leaf is not None]
+
+    def _stack(self, index: int) -> jax.Array:
+        existing = self._leaves[index]
+        if existing is not None:
+            return existing
+        leaf = self.layout.leaves[index]
+        return self._sharder.zeros(self._sharder.abstract(leaf.shape, leaf.dtype, leaf.axes))
+
+
+def make_dummy_leaves(layout: WeightLayout, sharder: Sharder, seed: int) -> list[jax.Array]:
+    """Random weights made on the device: norms are ones, the rest normal with deviation 0.02."""
+
+    def make(leaf: Leaf, index: int) -> jax.Array:
+        if leaf.path.endswith("norm.weight"):
+            return jnp.ones(leaf.shape, leaf.dtype)
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        return _normal(key, leaf.shape, jnp.dtype(leaf.dtype))
+
+    arrays = []
+    for index, leaf in enumerate(layout.leaves):
+        out = sharder.sharding(leaf.axes)
+        arrays.append(jax.jit(lambda leaf=leaf, i=index: make(leaf, i), out_shardings=out)())
+    return arrays
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """A stack is drawn slice by slice, so that the random bits never take a stack's memory."""
+    if len(shape) < 3:
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
+    keys = jax.random.split(key, shape[0])
+    return jax.lax.map(lambda k: jax.random.normal(k, shape[1:], dtype) * dtype.type(0.02), keys)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(stack: jax.Array, array: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)
+
+
+def _stacked_path(path: str) -> str:
+    parts = path.split(".")
+    return ".".join([parts[0], "*", *parts[2:]]) if parts[0] == "layers" else path
+
+
+def _layer_of(path: str) -> int:
+    parts = path.split(".")
+    return int(parts[1]) if parts[0] == "layers" and parts[1] != "*" else -1

@@ -1,0 +1,1 @@
+"""GPU kernels in Pallas and their plain meaning: arrays in, arrays out."""

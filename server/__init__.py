@@ -1,0 +1,1 @@
+"""HTTP and the command line over the engine: knows no array."""

@@ -1,0 +1,230 @@
+"""A device whose tokens are a pure function of (seed, position), and the engine's loop around it.
+
+The device keeps its own slots and page contents. Before it samples it reads the whole context
+back through its page tables, so a page that is lost, foreign or overwritten fails the test.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.request import FinishReason, Request, Sequence
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.step import ScheduledRow, SchedulerOutput, SequenceUpdate, StepResult
+
+EOS = 0
+STOP_ID = 1
+VOCABULARY = 24
+
+
+def token_at(seed: int, position: int) -> int:
+    """The token that the sequence of that seed has at that position, prompt included."""
+    mixed = (seed * 2654435761 + position * 40503 + 12345) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 13)) % VOCABULARY
+
+
+def make_sequence(
+    name: str = "r", num_prompt_tokens: int = 4, max_tokens: int = 8, *, seed: int = 0, **params
+) -> Sequence:
+    """A sequence that runs to its length end unless `ignore_eos=False` is given."""
+    index = params.pop("index", 0)
+    prompt = tuple(token_at(seed, position) for position in range(num_prompt_tokens))
+    request = Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens, **{"ignore_eos": True, "temperature": 1.0, **params}
+        ),
+        eos_token_ids=(EOS,),
+    )
+    return Sequence(request=request, index=index, seed=seed, token_ids=list(prompt))
+
+
+def make_scheduler(
+    num_pages: int = 101, page_size: int = 4, *, pools: tuple[PagePool, ...] = (), **limits
+) -> Scheduler:
+    """A small scheduler with one group, or with the groups of `pools`."""
+    config = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+        "token_buckets": (64,),
+        "row_buckets": (4, 8, 16, 32, 64),
+        **limits,
+    }
+    return Scheduler(SchedulerConfig(**config), pools or (PagePool(num_pages, page_size),))
+
+
+def expected_output(sequence: Sequence, max_model_len: int = 256) -> tuple[list[int], FinishReason]:
+    """What an engine with endless memory gives, computed without scheduler or device."""
+    params, output = sequence.request.sampling_params, []
+    stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
+    assert params.max_tokens is not None
+    room = min(params.max_tokens, max_model_len - sequence.num_prompt_tokens)
+    while len(output) < room:
+        output.append(token_at(sequence.seed, sequence.num_prompt_tokens + len(output)))
+        if output[-1] in stops and len(output) >= params.min_tokens:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+@dataclass
+class _Slot:
+    sequence: Sequence
+    page_tables: list[list[int]]
+    length: int = 0
+    last_token: int | None = None
+    is_frozen: bool = False
+
+
+@dataclass
+class SimulatedDevice:
+    """Runs steps in the order of their dispatch.
+
+    Attributes:
+      page_sizes: of the groups.
+      is_eager: whether a decode row emits all the tokens it may, or a number that varies.
+      poisoned: seeds of sequences whose logits are NaN.
+      num_frozen_rows: rows that were scheduled after their sequence had ended here.
+    """
+
+    page_sizes: tuple[int, ...]
+    is_eager: bool = True
+    poisoned: set[int] = field(default_factory=set)
+    num_frozen_rows: int = 0
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _memory: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def run(self, output: SchedulerOutput) -> StepResult:
+        decodes = [row.is_decode for row in output.rows]
+        assert decodes == sorted(decodes, reverse=True) and sum(decodes) == output.num_decode_rows
+        assert output.num_tokens == sum(row.num_scheduled_tokens for row in output.rows) > 0
+        assert len({row.sequence for row in output.rows}) == len(output.rows)
+        new_tokens = [self._run_row(row) for row in output.rows]
+        tokens = np.full((len(new_tokens) + 1, max(1, *map(len, new_tokens), 1)), -1, np.int32)
+        for index, row_tokens in enumerate(new_tokens):
+            tokens[index, : len(row_tokens)] = row_tokens
+        return StepResult(
+            tokens=tokens,
+            num_new=np.array([*map(len, new_tokens), 0], np.int32),
+            is_finite=np.array([row.sequence.seed not in self.poisoned for row in output.rows]),
+        )
+
+    def _run_row(self, row: ScheduledRow) -> list[int]:
+        assert row.sequence.state_slot is not None
+        if row.is_admission:
+            slot = _Slot(row.sequence, [[] for _ in self.page_sizes])
+            self._slots[row.sequence.state_slot] = slot
+        slot = self._slots[row.sequence.state_slot]
+        assert slot.sequence is row.sequence
+        for table, pages in zip(slot.page_tables, row.new_pages, strict=True):
+            for index, page in pages:
+                assert index == len(table) and page != 0
+                table.append(page)
+        if row.is_decode:
+            return self._run_decode(slot, row)
+        assert row.start == slot.length
+        for token in row.sequence.token_ids[row.start :][: row.num_scheduled_tokens]:
+            self._write(slot, token)
+        assert slot.length == row.start + row.num_scheduled_tokens
+        return [self._sample(slot)] if row.can_sample else []
+
+    def _run_decode(self, slot: _Slot, row: ScheduledRow) -> list[int]:
+        if slot.is_frozen:
+            self.num_frozen_rows += 1
+            return []
+        assert slot.length <= row.start
+        count = row.num_scheduled_tokens
+        if not self.is_eager:
+            count = 1 + token_at(row.sequence.seed + 1, slot.length) % count
+        tokens = []
+        while len(tokens) < count and not slot.is_frozen:
+            assert slot.last_token is not None
+            self._write(slot, slot.last_token)
+            tokens.append(self._sample(slot))
+        return tokens
+
+    def _write(self, slot: _Slot, token: int) -> None:
+        for group, page_size in enumerate(self.page_sizes):
+            page = slot.page_tables[group][slot.length // page_size]
+            key = (group, page, slot.length % page_size)
+            self._memory[key] = (slot.sequence.seed, token)
+        slot.length += 1
+
+    def _sample(self, slot: _Slot) -> int:
+        sequence, seed = slot.sequence, slot.sequence.seed
+        for group, page_size in enumerate(self.page_sizes):
+            table = slot.page_tables[group]
+            for position in range(slot.length):
+                key = (group, table[position // page_size], position % page_size)
+                assert self._memory[key] == (seed, token_at(seed, position))
+        assert slot.length < sequence.max_num_tokens
+        token = slot.last_token = token_at(seed, slot.length)
+        num_outputs = slot.length + 1 - sequence.num_prompt_tokens
+        is_late = num_outputs >= sequence.request.sampling_params.min_tokens
+        slot.is_frozen = is_late and token in sequence.end_token_ids
+        return token
+
+
+class SimulatedEngine:
+    """The engine's loop: fill the steps in flight, then commit the oldest."""
+
+    def __init__(self, scheduler: Scheduler, **device):
+        self.scheduler = scheduler
+        self.page_pools = scheduler._roster.page_pools
+        self.device = SimulatedDevice(tuple(pool.page_size for pool in self.page_pools), **device)
+        self.in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
+        self.num_steps = 0
+        self.updates: list[SequenceUpdate] = []
+
+    def dispatch(self) -> SchedulerOutput | None:
+        output = self.scheduler.schedule()
+        self.scheduler.check_invariants()
+        if output is not None:
+            self.in_flight.append((output, self.device.run(output)))
+        return output
+
+    def collect(self) -> list[SequenceUpdate]:
+        self.num_steps += 1
+        return self.take(self.scheduler.commit(*self.in_flight.popleft()))
+
+    def take(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        self.scheduler.check_invariants()
+        self.updates += updates
+        return updates
+
+    def add(self, *sequences: Sequence) -> None:
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def abort(self, *args, **kwargs) -> list[SequenceUpdate]:
+        return self.take(self.scheduler.abort(*args, **kwargs))
+
+    def step(self) -> list[SequenceUpdate]:
+        while self.dispatch() is not None:
+            pass
+        assert self.in_flight or not self.scheduler.has_unfinished, "nothing can advance"
+        return self.collect() if self.in_flight else []
+
+    def drain(self, max_steps: int = 2_000) -> None:
+        """Run to the end; then every slot and page must be back."""
+        while self.scheduler.has_unfinished:
+            assert self.num_steps < max_steps, f"not done after {max_steps} steps"
+            self.step()
+        assert not self.in_flight and self.scheduler.kv_cache_usage == 0
+        assert all(pool.num_free == pool.num_usable for pool in self.page_pools)
+        slots = self.scheduler._roster.slot_pool
+        assert slots.num_free == slots.max_num_seqs
+
+    def output_of(self, name: str, index: int = 0) -> list[int]:
+        updates = [u for u in self.updates if (u.request_id, u.index) == (name, index)]
+        return [token for update in updates for token in update.new_token_ids]
+
+    def finals_of(self, name: str, index: int = 0) -> list[SequenceUpdate]:
+        updates = [u for u in self.updates if (u.request_id, u.index) == (name, index)]
+        return [update for update in updates if update.finish_reason is not None]

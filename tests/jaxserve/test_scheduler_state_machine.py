@@ -1,0 +1,228 @@
+"""Any history of adding, scheduling, committing and aborting keeps the scheduler's laws."""
+
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxserve.errors import RequestTooLongError
+from jaxserve.request import FinishReason, Sequence, SequenceStatus
+from jaxserve.scheduling.page_pool import PagePool
+from tests.jaxserve.simulated_engine import (
+    STOP_ID,
+    SimulatedEngine,
+    expected_output,
+    make_scheduler,
+    make_sequence,
+)
+
+MAX_MODEL_LEN = 14
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Pools that hold one or two sequences, 1 to 3 steps in flight, 1 or 2 cache groups, 1 to 3 tokens a decode row."""
+
+    @initialize(
+        page_sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=2),
+        num_spare_tokens=st.integers(-4, 8),
+        max_num_seqs=st.integers(1, 4),
+        max_steps_in_flight=st.integers(1, 3),
+        num_decode_tokens=st.sampled_from([1, 1, 3]),
+        threshold=st.sampled_from([0, 0, 2]),
+        watermark=st.sampled_from([0.0, 0.0, 0.3]),
+    )
+    def start(
+        self,
+        page_sizes,
+        num_spare_tokens,
+        max_num_seqs,
+        max_steps_in_flight,
+        num_decode_tokens,
+        threshold,
+        watermark,
+    ):
+        self.scheduler = make_scheduler(
+            pools=tuple(
+                PagePool(2 + (MAX_MODEL_LEN + num_spare_tokens) // size, size)
+                for size in page_sizes
+            ),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs * num_decode_tokens + 2,
+            max_model_len=MAX_MODEL_LEN,
+            token_buckets=(2, 4, 8, 16),
+            max_steps_in_flight=max_steps_in_flight,
+            num_decode_tokens=num_decode_tokens,
+            long_prefill_token_threshold=threshold,
+            watermark=watermark,
+        )
+        self.engine = SimulatedEngine(self.scheduler, is_eager=False)
+        self.sequences: dict[tuple[str, int], Sequence] = {}
+        self.ended_outside: dict[tuple[str, int], tuple[FinishReason, int | None]] = {}
+        self.num_taken = 0
+        self.max_steps = 20
+
+    @rule(
+        prompt=st.one_of(st.integers(1, 5), st.integers(1, MAX_MODEL_LEN)),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 4),
+        ignore_eos=st.booleans(),
+        has_stop_id=st.booleans(),
+        n=st.sampled_from([1, 2, 4]),
+    )
+    def add(self, prompt, max_tokens, min_tokens, ignore_eos, has_stop_id, n):
+        name = f"r{len(self.sequences)}"
+        for index in range(n):
+            sequence = make_sequence(
+                name,
+                prompt,
+                max_tokens,
+                seed=1000 + len(self.sequences),
+                index=index,
+                n=n,
+                min_tokens=min(min_tokens, max_tokens),
+                ignore_eos=ignore_eos,
+                stop_token_ids=[STOP_ID] if has_stop_id else [],
+            )
+            limit = min(prompt + max_tokens, MAX_MODEL_LEN)
+            pools = self.engine.page_pools
+            fits = all(pool.num_usable * pool.page_size >= limit for pool in pools)
+            if prompt < MAX_MODEL_LEN and fits:
+                self.scheduler.add(sequence)
+                self.sequences[name, index] = sequence
+                self.max_steps += 2 * limit
+            else:
+                with pytest.raises(RequestTooLongError):
+                    self.scheduler.add(sequence)
+
+    @rule()
+    def schedule(self):
+        is_full = len(self.engine.in_flight) == self.scheduler._config.max_steps_in_flight
+        assert not (self.engine.dispatch() and is_full)
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def commit(self):
+        self.engine.collect()
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times):
+        for _ in range(times):
+            self.engine.step()
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def abort_one(self, data):
+        key = data.draw(st.sampled_from(sorted(self.sequences)))
+        self.end_outside(key, FinishReason.ABORT, None)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def abort_request(self, data):
+        name, _ = data.draw(st.sampled_from(sorted(self.sequences)))
+        for key in self.unfinished():
+            if key[0] == name:
+                self.ended_outside[key] = (FinishReason.ABORT, None)
+        self.engine.abort(name)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def find_stop_string(self, data):
+        key = data.draw(st.sampled_from(sorted(self.sequences)))
+        num_seen = len(self.engine.output_of(*key))
+        assume(num_seen)
+        self.end_outside(key, FinishReason.STOP, data.draw(st.integers(0, num_seen)))
+
+    @rule()
+    def abort_unknown(self):
+        assert self.engine.abort("unknown") == []
+
+    @precondition(lambda self: self.unfinished())
+    @rule(data=st.data())
+    def poison(self, data):
+        key = data.draw(st.sampled_from(self.unfinished()))
+        self.engine.device.poisoned.add(self.sequences[key].seed)
+
+    def unfinished(self) -> list[tuple[str, int]]:
+        return sorted(key for key, s in self.sequences.items() if s.finish_reason is None)
+
+    def end_outside(self, key, reason, num_kept):
+        is_unfinished = self.sequences[key].finish_reason is None
+        updates = self.engine.abort(
+            *key, finish_reason=reason, stop_reason="x", num_output_tokens=num_kept
+        )
+        assert len(updates) == is_unfinished
+        if is_unfinished:
+            self.ended_outside[key] = (reason, num_kept)
+            assert self.sequences[key].status is not SequenceStatus.RUNNING
+
+    @invariant()
+    def the_books_agree(self):
+        self.scheduler.check_invariants()
+        assert 0 <= self.scheduler.kv_cache_usage <= 1
+
+    @invariant()
+    def no_update_follows_a_final_one(self):
+        for update in self.engine.updates[self.num_taken :]:
+            key = (update.request_id, update.index)
+            assert self.sequences[key].finish_reason is update.finish_reason or (
+                update.finish_reason is None
+            )
+            finals = self.engine.finals_of(*key)
+            assert len(finals) <= 1 and update.num_preemptions <= self.scheduler.num_preemptions
+            last = [u for u in self.engine.updates if (u.request_id, u.index) == key][-1]
+            assert not finals or last is finals[0]
+        self.num_taken = len(self.engine.updates)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        self.engine.drain(self.engine.num_steps + self.max_steps)
+        for key, sequence in self.sequences.items():
+            self.check_output(key, sequence)
+
+    def check_output(self, key, sequence):
+        output = self.engine.output_of(*key)
+        expected, reason = expected_output(sequence, MAX_MODEL_LEN)
+        (final,) = self.engine.finals_of(*key)
+        assert sequence.status is SequenceStatus.FINISHED
+        if key in self.ended_outside:
+            reason, num_kept = self.ended_outside[key]
+            assert output == expected[: len(output)]
+            assert sequence.num_output_tokens == (len(output) if num_kept is None else num_kept)
+        elif final.finish_reason is FinishReason.ERROR:
+            assert sequence.seed in self.engine.device.poisoned and final.error
+            assert output == expected[: len(output)]
+            return
+        else:
+            assert output == expected == sequence.token_ids[sequence.num_prompt_tokens :]
+        assert final.finish_reason is reason and final.error is None
+
+
+_HEALTH = [HealthCheck.filter_too_much, HealthCheck.too_slow]
+_QUICK = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=_HEALTH,
+)
+
+
+@pytest.mark.bugbank
+def test_every_short_history_keeps_the_laws():
+    run_state_machine_as_test(SchedulerMachine, settings=_QUICK)
+
+
+@pytest.mark.bugbank
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_ten_thousand_histories_keep_the_laws():
+    long = settings(_QUICK, max_examples=10_000, stateful_step_count=60)
+    run_state_machine_as_test(SchedulerMachine, settings=long)
