@@ -33,6 +33,9 @@ class EngineConfig:
     load_format: str = _flag("auto", f"one of {', '.join(LOAD_FORMATS)}", "model")
     dtype: str = _flag("auto", "type of weights and computation", "model")
     hf_overrides: dict[str, Any] | None = _flag(None, "values that replace config.json's", "model")
+    generation_config: str = _flag(
+        "auto", "default sampling from the model's generation_config.json, or vllm: none", "model"
+    )
     chat_template: str | None = _flag(None, "path or text of a Jinja chat template", "model")
     seed: int = _flag(0, "of dummy weights and of requests without a seed", "model")
     max_model_len: int | None = _flag(None, "tokens of prompt and output together", "memory")
@@ -67,6 +70,7 @@ class EngineConfig:
                 object.__setattr__(self, name, self._checked_sizes(name, value))
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_choice("dtype", DTYPES)
+        self._check_choice("generation_config", ("auto", "vllm"))
         if self.attention_backend is not None:
             self._check_choice("attention_backend", BACKENDS)
         for name in _POSITIVE:
@@ -174,7 +178,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "download_dir": (None,),
     "served_model_name": (None,),
     "disable_log_stats": (True, None),
-    "generation_config": ("auto", "vllm"),
     "override_generation_config": (None, {}),
     "kv_offloading_size": (None, 0),
 }

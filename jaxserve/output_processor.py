@@ -1,6 +1,6 @@
 """Turns the engine's updates of tokens into the client's RequestOutputs, and finds stop strings."""
 
-import dataclasses
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -85,6 +85,7 @@ class OutputProcessor:
         self._requests[request.request_id] = _RequestState(
             request=request,
             prompt_text=prompt_text,
+            prompt_token_ids=list(request.prompt_token_ids),
             sequences=[SequenceOutput.start(request, i, tokenizer) for i in range(params.n)],
             stats=RequestStateStats(arrival_time=request.arrival_seconds, queued_ts=self._clock()),
         )
@@ -126,10 +127,11 @@ class OutputProcessor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RequestState:
-    """One unfinished request."""
+    """One unfinished request; all its outputs share one list of prompt ids, which may be long."""
 
     request: Request
     prompt_text: str | None
+    prompt_token_ids: list[int]
     sequences: list[SequenceOutput]
     stats: RequestStateStats
     num_cached_tokens: int = 0
@@ -181,9 +183,9 @@ class _RequestState:
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt_text,
-            prompt_token_ids=list(self.request.prompt_token_ids),
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[sequence.make_completion() for sequence in shown],
             finished=self.is_finished,
-            metrics=dataclasses.replace(self.stats),
+            metrics=copy.copy(self.stats),
             num_cached_tokens=self.num_cached_tokens,
         )

@@ -23,10 +23,10 @@ def _ignore_unknown_arguments[T](cls: type[T]) -> type[T]:
 
     @functools.wraps(make)
     def __init__(self: T, *args: Any, **kwargs: Any) -> None:
-        unknown = tuple(sorted(kwargs.keys() - known))
-        if unknown:
-            _warn_of_unknown(cls.__name__, unknown)
-        make(self, *args, **{name: kwargs[name] for name in kwargs if name in known})
+        if not kwargs.keys() <= known:
+            _warn_of_unknown(cls.__name__, tuple(sorted(kwargs.keys() - known)))
+            kwargs = {name: value for name, value in kwargs.items() if name in known}
+        make(self, *args, **kwargs)
 
     cls.__init__ = __init__
     return cls

@@ -21,6 +21,7 @@ class SamplingLimits:
       max_num_logit_bias: entries of `logit_bias`.
       max_num_bad_words: entries of `bad_words`.
       max_logprobs: largest `logprobs` and `prompt_logprobs`.
+      max_num_stop_token_ids: entries of `stop_token_ids`; the device tests them in every step.
     """
 
     vocab_size: int
@@ -31,6 +32,7 @@ class SamplingLimits:
     max_num_logit_bias: int = 1024
     max_num_bad_words: int = 256
     max_logprobs: int = 20
+    max_num_stop_token_ids: int = 28
 
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -101,6 +103,7 @@ def _check_limits(params: SamplingParams, limits: SamplingLimits) -> None:
         ("stop", limits.max_num_stop),
         ("logit_bias", limits.max_num_logit_bias),
         ("bad_words", limits.max_num_bad_words),
+        ("stop_token_ids", limits.max_num_stop_token_ids),
     ):
         count = len(getattr(params, name) or ())
         if count > maximum:

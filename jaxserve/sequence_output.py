@@ -6,6 +6,8 @@ from jaxserve.outputs import CompletionOutput, Logprob
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.step import SequenceUpdate, TokenLogprobs
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.stop_strings import StopStrings
 from jaxserve.text.text_stream import TextStream
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -47,7 +49,14 @@ class SequenceOutput:
         params = request.sampling_params
         stream = None
         if tokenizer is not None:
-            stream = TextStream(tokenizer, request.prompt_token_ids, params)
+            detokenizer = Detokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+            stream = TextStream(detokenizer, stops, params.min_tokens)
         has_logprobs = params.logprobs is not None
         return cls(
             index=index,
@@ -104,9 +113,12 @@ class SequenceOutput:
             self.text += delta.text
             if delta.stop is not None:
                 return delta.num_kept_tokens, delta.stop
+        stop = None
         if update.finish_reason is not None:
-            self.text += self.stream.flush()
-        return len(update.new_token_ids), None
+            delta = self.stream.flush()
+            self.text += delta.text
+            stop = delta.stop
+        return len(update.new_token_ids), stop
 
     def _take_logprobs(self, update: SequenceUpdate, num_kept: int) -> None:
         assert self.logprobs is not None and self.cumulative_logprob is not None
@@ -125,7 +137,7 @@ class SequenceOutput:
         return made
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id])
+        return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     def make_completion(self) -> CompletionOutput:
         """Show all so far, or what is new since the last call when deltas were asked for."""

@@ -89,14 +89,17 @@ def decode_attention(
         dtype=q.dtype,
         p_in_smem=interpret is not None,
     )
-    out = _launch(plan, splits, q, k_pages, v_pages, layer, page_table, seq_lens, interpret)
-    return out[0] if splits.count == 1 else _combine_splits(*out, plan, q)
+    inputs = (k_pages, v_pages, page_table, seq_lens, layer)
+    out = _launch(plan, splits, tuning, q, inputs, interpret)
+    if splits.number == 1:
+        return out[0]
+    return _combine_splits(out[0], out[1], out[2], plan, q)
 
 
 class _Splits(NamedTuple):
-    """How the contexts are cut: into `count`, each of `blocks` or (None) of an equal share."""
+    """How the contexts are cut: into `number`, each of `blocks` or (None) of an equal share."""
 
-    count: int
+    number: int
     blocks: int | None
 
 
@@ -131,27 +134,30 @@ def _combine_splits(
     return (out / total.reshape(num_rows, num_heads, 1)).astype(q.dtype)
 
 
-def _launch(plan, splits: _Splits, q, k_pages, v_pages, layer, page_table, seq_lens, interpret):
+def _launch(plan, splits: _Splits, tuning: DecodeTuningConfig, q: jax.Array, inputs, interpret):
     """Run the kernel: [out] for one split, else [out, highest, total] in float32."""
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k_pages.shape[3]
+    num_kv_heads = inputs[0].shape[3]
     out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    if splits.count > 1:
-        partial = jax.ShapeDtypeStruct((num_rows, splits.count, num_heads, head_dim), jnp.float32)
-        sums = jax.ShapeDtypeStruct((num_rows, splits.count, num_kv_heads, TILE_ROWS), jnp.float32)
+    if splits.number > 1:
+        partial = jax.ShapeDtypeStruct((num_rows, splits.number, num_heads, head_dim), jnp.float32)
+        sums = jax.ShapeDtypeStruct((num_rows, splits.number, num_kv_heads, TILE_ROWS), jnp.float32)
         out_type = [partial, sums, sums]
+    grid = {"head": num_kv_heads, "row": num_rows, "split": splits.number}
+    if tuning.heads_together:  # the last axis runs fastest
+        grid = {name: grid[name] for name in ("row", "split", "head")}
     rows, rows_a_group = _flat_queries(q, num_kv_heads)
     run = plgpu.kernel(
         functools.partial(_kernel, plan, splits, num_kv_heads, rows_a_group),
         out_type=out_type,
-        grid=(num_kv_heads, num_rows, splits.count),
-        grid_names=("head", "row", "split"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=2,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return run(rows, k_pages, v_pages, page_table, seq_lens, layer)
+    return run(rows, *inputs)
 
 
 def _flat_queries(q: jax.Array, num_kv_heads: int) -> tuple[jax.Array, int]:
@@ -173,7 +179,7 @@ def _kernel(plan: BlockPlan, splits: _Splits, num_kv_heads: int, rows_a_group: i
     """Allocate shared memory and barriers, then run the two warpgroups."""
     q_ref, k_ref, v_ref, table_ref, len_ref, layer_ref, *out_refs = refs
     head, row = lax.axis_index("head"), lax.axis_index("row")
-    whole = splits.count == 1
+    whole = splits.number == 1
 
     def run(ring, scratch, queries_full):
         seq_len = len_ref[row]
@@ -221,7 +227,7 @@ def _share(plan: BlockPlan, splits: _Splits, seq_len: jax.Array):
     start = jnp.int32(0) if plan.window is None else jnp.maximum(seq_len - plan.window, 0)
     first, end = lax.div(start, block), lax.div(seq_len + (block - 1), block)
     if splits.blocks is None:
-        share = lax.div(end - first + (splits.count - 1), jnp.int32(splits.count))
+        share = lax.div(end - first + (splits.number - 1), jnp.int32(splits.number))
         first = first + split * share
         end = jnp.minimum(first + share, end)
     else:

@@ -18,7 +18,10 @@ MASKED = -1e30  # a logit that no key has; finite, so that MASKED - MASKED is no
 LOG2_E = math.log2(math.e)
 
 # What WGMMA reads from shared memory.
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TILED: Any = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
 
 # Rows lie within warps, so the sums over columns need no shared memory of their own.
 COMPILER_PARAMS = plgpu.CompilerParams(
@@ -229,7 +232,7 @@ def attend_block(
         return product[...]
 
     shape = (TILE_ROWS, plan.block)
-    logits = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
+    logits = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     plgpu.barrier_arrive(ring.k_free.at[slot])
     logits = _to_log2(plan, logits)
     if visible is not None:
@@ -273,10 +276,12 @@ def _zero_values_outside(plan: BlockPlan, values: Any, first: jax.Array, end: ja
         plgpu.commit_smem()
 
 
-def _add_values(plan: BlockPlan, acc: jax.Array, p: jax.Array, weights: Any, values: Any):
+def _add_values(plan: BlockPlan, acc: jax.Array, p: jax.Array, weights: Any, values: Any) -> Any:
     """Compute acc + p @ values."""
     if not plan.p_in_smem:
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values))(plgpu.ACC.init(acc))
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values))(
+            plgpu.WGMMAAccumulatorRef.init(acc)
+        )
 
     def multiply_values(product):
         weights[...] = p
@@ -284,4 +289,5 @@ def _add_values(plan: BlockPlan, acc: jax.Array, p: jax.Array, weights: Any, val
         plgpu.wgmma(product, weights, values)
         return product[...]
 
-    return acc + pl.run_scoped(multiply_values, plgpu.ACC(acc.shape, jnp.float32))
+    shape = (TILE_ROWS, plan.head_dim)
+    return acc + pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))

@@ -13,12 +13,12 @@ class QueryTiles(NamedTuple):
       row: [tiles] int32, the row of each tile; S for a tile without work.
       first_token: [tiles] int32, index in [T, ...] of the tile's place 0. It is a multiple of
         `alignment`, so it may lie before the row's own first token.
-      count: [] int32, how many tiles have work; they come first.
+      num_tiles: [] int32, how many tiles have work; they come first.
     """
 
     row: jax.Array
     first_token: jax.Array
-    count: jax.Array
+    num_tiles: jax.Array
 
 
 def check_paged_inputs(
@@ -84,9 +84,7 @@ def plan_query_tiles(
     lengths = query_start_loc[1:] - starts
     lengths = jnp.where(jnp.arange(num_rows) >= first_row[0], lengths, 0)
     aligned = starts - starts % alignment
-    tiles = jnp.where(
-        lengths > 0, (starts - aligned + lengths + tile_tokens - 1) // tile_tokens, 0
-    )
+    tiles = jnp.where(lengths > 0, (starts - aligned + lengths + tile_tokens - 1) // tile_tokens, 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     index = jnp.arange(
         max_query_tiles(num_tokens, num_rows, tile_tokens, alignment), dtype=jnp.int32
@@ -95,3 +93,10 @@ def plan_query_tiles(
     known = jnp.minimum(row, num_rows - 1)
     first = aligned[known] + (index - (ends - tiles)[known]) * tile_tokens
     return QueryTiles(row, jnp.where(row < num_rows, first, 0).astype(jnp.int32), ends[-1])
+
+
+def mask_queries(out: jax.Array, query_start_loc: jax.Array, first_row: jax.Array) -> jax.Array:
+    """Zero the tokens of [T, ...] that belong to no row, or to one before `first_row[0]`."""
+    token = jnp.arange(out.shape[0])
+    valid = (token >= query_start_loc[first_row[0]]) & (token < query_start_loc[-1])
+    return jnp.where(valid[:, None, None], out, 0)

@@ -11,16 +11,19 @@ class DecodeTuningConfig:
     """Sizes of the decode attention kernel.
 
     Attributes:
-      block_tokens: keys a tile, a multiple of 16.
+      block_tokens: keys a tile, a multiple of 64.
       num_stages: K tiles (and as many V tiles) in flight.
       num_processors: streaming multiprocessors to fill; more programs get no KV splits.
       min_split_tokens: no split of the context is made shorter than this.
+      heads_together: the KV heads of a row run side by side (they share its pages' memory rows);
+        False = the rows of one KV head do.
     """
 
     block_tokens: int
     num_stages: int
     num_processors: int = 132
     min_split_tokens: int = 256
+    heads_together: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +31,20 @@ class PrefillTuningConfig:
     """Sizes of the prefill attention kernel.
 
     Attributes:
-      block_tokens: keys a tile, a multiple of 16.
+      block_tokens: keys a tile, a multiple of 64.
       num_stages: K tiles (and as many V tiles) in flight.
+      compute_warpgroups: 1 or 2, of 64 queries each, that share the K and V tiles.
       num_programs: thread blocks that share the query tiles; one fits a multiprocessor.
-      compute_registers: registers of a thread of the two computing warpgroups.
-      load_registers: registers of a thread of the loading warpgroup.
-      take_turns: the two computing warpgroups alternate between softmax and products.
+      compute_registers: registers of a thread that computes, where there are two warpgroups.
+      load_registers: registers of a thread of the loading warpgroup, likewise.
     """
 
     block_tokens: int
     num_stages: int
+    compute_warpgroups: int = 2
     num_programs: int = 132
     compute_registers: int = 232
     load_registers: int = 40
-    take_turns: bool = False
 
 
 # Not yet tuned: chosen so that the tiles fit into 227 KiB of shared memory.
@@ -53,7 +56,7 @@ _DECODE_BY_HEAD_DIM = {
 _PREFILL_BY_HEAD_DIM = {
     64: PrefillTuningConfig(block_tokens=128, num_stages=4),
     128: PrefillTuningConfig(block_tokens=128, num_stages=2),
-    256: PrefillTuningConfig(block_tokens=32, num_stages=3),
+    256: PrefillTuningConfig(block_tokens=64, num_stages=2, compute_warpgroups=1),
 }
 
 # Measured choices: (device kind, stored head dim, dtype name) -> config.

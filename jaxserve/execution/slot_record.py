@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxserve.request import Sequence
 
-MAX_STOP_IDS = 16
+MAX_STOP_IDS = 32
 
 
 class SlotField(enum.IntEnum):

@@ -19,7 +19,8 @@ class SchedulerConfig:
       max_steps_in_flight: steps that may be scheduled and not yet committed.
       long_prefill_token_threshold: prompt tokens that one sequence gets in a step at most; 0 sets
         no limit.
-      num_decode_tokens: tokens that a decode row computes and samples in one step at most (W).
+      max_decode_row_tokens: tokens that a decode row computes and samples in one step at most; the
+        W of the step's results.
       watermark: share of the pages, in [0, 1), that an admission leaves free while other
         sequences run.
 
@@ -34,7 +35,7 @@ class SchedulerConfig:
     row_buckets: tuple[int, ...]
     max_steps_in_flight: int = 2
     long_prefill_token_threshold: int = 0
-    num_decode_tokens: int = 1
+    max_decode_row_tokens: int = 1
     watermark: float = 0.0
 
     def __post_init__(self) -> None:
@@ -43,8 +44,10 @@ class SchedulerConfig:
         self._check_at_least("max_model_len", 2)
         self._check_at_least("max_steps_in_flight", 1)
         self._check_at_least("long_prefill_token_threshold", 0)
-        self._check_at_least("num_decode_tokens", 1)
-        self._check_at_least("max_num_batched_tokens", self.max_num_seqs * self.num_decode_tokens)
+        self._check_at_least("max_decode_row_tokens", 1)
+        self._check_at_least(
+            "max_num_batched_tokens", self.max_num_seqs * self.max_decode_row_tokens
+        )
         self._check_buckets("token_buckets", self.max_num_batched_tokens)
         self._check_buckets("row_buckets", self.max_num_seqs)
         if not 0 <= self.watermark < 1:

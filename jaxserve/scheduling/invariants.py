@@ -49,11 +49,11 @@ def _check_states(roster: Roster) -> None:
     kept = {s for s in waiting if s in leaving}
     law = "preempted sequences must wait while they leave"
     _require(preempted == kept, law, (len(preempted), len(kept)))
-    unfinished = sorted(map(id, roster.unfinished()))
-    listed = sorted(map(id, [*running, *waiting]))
+    unfinished = [s for siblings in roster.unfinished.values() for s in siblings.values()]
+    is_listed = sorted(map(id, unfinished)) == sorted(map(id, [*running, *waiting]))
     law = "unfinished sequences must run or wait, once"
-    _require(unfinished == listed, law, (len(unfinished), len(running), len(waiting)))
-    ended = [s for s in roster.unfinished() if s.finish_reason is not None]
+    _require(is_listed, law, (len(unfinished), len(running), len(waiting)))
+    ended = [s for s in unfinished if s.finish_reason is not None]
     _require(not ended, "unfinished sequences must have no finish_reason", len(ended))
 
 

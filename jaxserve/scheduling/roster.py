@@ -41,7 +41,7 @@ class Roster:
         self.num_preemptions = 0
         self.no_pages: NewPages = ((),) * len(page_pools)
         self.page_step = math.gcd(*(pool.page_size for pool in page_pools))
-        self._unfinished: dict[str, dict[int, Sequence]] = {}
+        self.unfinished: dict[str, dict[int, Sequence]] = {}
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence at the end of the waiting ones.
@@ -49,7 +49,7 @@ class Roster:
         Raises:
           ValueError: an unfinished sequence has the same request id and index.
         """
-        siblings = self._unfinished.setdefault(sequence.request.request_id, {})
+        siblings = self.unfinished.setdefault(sequence.request.request_id, {})
         if sequence.index in siblings:
             name = (sequence.request.request_id, sequence.index)
             raise ValueError(f"request_id and index must be those of no unfinished one; got {name}")
@@ -59,14 +59,10 @@ class Roster:
 
     def find(self, request_id: str, index: int | None) -> list[Sequence]:
         """Find the unfinished sequences of a request, or the one of that index."""
-        siblings = self._unfinished.get(request_id, {})
+        siblings = self.unfinished.get(request_id, {})
         if index is None:
             return list(siblings.values())
         return [siblings[index]] if index in siblings else []
-
-    def unfinished(self) -> list[Sequence]:
-        """List the sequences that have had no final update."""
-        return [s for siblings in self._unfinished.values() for s in siblings.values()]
 
     def admit(self) -> Sequence:
         """Give the first waiting sequence a slot; the caller has seen that one is free."""
@@ -92,10 +88,10 @@ class Roster:
         self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
         """End an unfinished sequence, in whatever state it is."""
-        siblings = self._unfinished[sequence.request.request_id]
+        siblings = self.unfinished[sequence.request.request_id]
         del siblings[sequence.index]
         if not siblings:
-            del self._unfinished[sequence.request.request_id]
+            del self.unfinished[sequence.request.request_id]
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         if sequence.status is SequenceStatus.RUNNING:

@@ -3,8 +3,8 @@
 import operator
 from collections import deque
 
-from jaxserve.errors import RequestTooLongError
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
+from jaxserve.scheduling.admission import check_length
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.endings import append_tokens, find_end_token_ids, find_max_num_tokens
 from jaxserve.scheduling.invariants import check_books, num_reserved_tokens
@@ -81,26 +81,14 @@ class Scheduler:
             prompt and `max_tokens` can never fit into the pages of some group.
           ValueError: an unfinished sequence has the same request id and index.
         """
-        config = self._config
-        num_prompt_tokens = sequence.num_prompt_tokens
-        if num_prompt_tokens >= config.max_model_len:
-            raise RequestTooLongError(
-                f"prompt must have at most {config.max_model_len - 1} tokens, since the model "
-                f"takes {config.max_model_len}; got {num_prompt_tokens}; shorten the prompt",
-                parameter="prompt",
-                value=num_prompt_tokens,
-            )
-        max_num_tokens = find_max_num_tokens(sequence.request, config.max_model_len)
-        for pool in self._roster.page_pools:
-            if pool.num_pages_for(max_num_tokens) > pool.num_usable:
-                num_held = pool.num_usable * pool.page_size
-                raise RequestTooLongError(
-                    f"prompt and max_tokens must fit the KV cache of {num_held} tokens "
-                    f"({pool.num_usable} pages of {pool.page_size}); got {num_prompt_tokens} + "
-                    f"{max_num_tokens - num_prompt_tokens}; lower max_tokens or shorten the prompt",
-                    parameter="max_tokens",
-                    value=max_num_tokens,
-                )
+        max_model_len = self._config.max_model_len
+        max_num_tokens = find_max_num_tokens(sequence.request, max_model_len)
+        check_length(
+            sequence.num_prompt_tokens,
+            max_num_tokens,
+            max_model_len=max_model_len,
+            page_pools=self._roster.page_pools,
+        )
         self._roster.add(sequence)
         sequence.max_num_tokens = max_num_tokens
         sequence.end_token_ids = find_end_token_ids(sequence.request)
@@ -148,13 +136,13 @@ class Scheduler:
             if sequence.finish_reason is None:
                 count = num_new[index]
                 if not is_finite[index]:
-                    updates.append(self._end_with_error(sequence, _NOT_FINITE))
+                    updates.append(_end_with_error(self._roster, sequence, _NOT_FINITE))
                 elif count:
                     sequence.num_computed_tokens -= reserved[index] - count
                     entries = result.logprobs[index] if result.logprobs else None
-                    updates.append(self._accept(sequence, tokens[index][:count], entries))
+                    updates.append(_accept(self._roster, sequence, tokens[index][:count], entries))
                 elif row.can_sample:
-                    updates.append(self._end_with_error(sequence, _NO_TOKENS))
+                    updates.append(_end_with_error(self._roster, sequence, _NO_TOKENS))
             if sequence.status is SequenceStatus.LEAVING:
                 self._roster.settle(sequence)
         return updates
@@ -168,7 +156,7 @@ class Scheduler:
             sequence.num_steps_in_flight -= 1
             sequence.num_pending_tokens -= num_reserved_tokens(row)
             if sequence.finish_reason is None:
-                updates.append(self._end_with_error(sequence, error))
+                updates.append(_end_with_error(self._roster, sequence, error))
             elif sequence.status is SequenceStatus.LEAVING:
                 self._roster.settle(sequence)
         return updates
@@ -212,18 +200,23 @@ class Scheduler:
         """
         check_books(self._roster, (row for output in self._in_flight for row in output.rows))
 
-    def _accept(
-        self, sequence: Sequence, tokens: list[int], logprobs: tuple[TokenLogprobs, ...] | None
-    ) -> SequenceUpdate:
-        """Append sampled tokens to a sequence, and end it where it ends."""
-        num_kept, ending = append_tokens(sequence, tokens)
-        if ending is not None:
-            self._roster.end(sequence, *ending)
-        return _make_update(sequence, tokens[:num_kept], logprobs)
 
-    def _end_with_error(self, sequence: Sequence, error: str) -> SequenceUpdate:
-        self._roster.end(sequence, FinishReason.ERROR)
-        return _make_update(sequence, error=error)
+def _accept(
+    roster: Roster,
+    sequence: Sequence,
+    tokens: list[int],
+    logprobs: tuple[TokenLogprobs, ...] | None,
+) -> SequenceUpdate:
+    """Append sampled tokens to a sequence, and end it where it ends."""
+    num_kept, ending = append_tokens(sequence, tokens)
+    if ending is not None:
+        roster.end(sequence, *ending)
+    return _make_update(sequence, tokens[:num_kept], logprobs)
+
+
+def _end_with_error(roster: Roster, sequence: Sequence, error: str) -> SequenceUpdate:
+    roster.end(sequence, FinishReason.ERROR)
+    return _make_update(sequence, error=error)
 
 
 def _make_update(

@@ -29,7 +29,8 @@ class StepBuilder:
     **Pages.** A row that lacks pages preempts the sequences that arrived last, one after the
     other, but only as many as it needs, and none while the pages of LEAVING sequences will do.
     What it cannot get at once it does without: the row is skipped, and for the rest of the step
-    no row behind it gets any page and no one is admitted.
+    no sequence that arrived later gets any page and no one is admitted. (An older one still may:
+    decode rows are chosen before the prompts of older sequences.)
 
     **Progress.** The oldest running sequence always advances after finitely many steps. A
     sequence that cannot fit the empty pool is never added, and no sequence needs more pages than
@@ -47,11 +48,12 @@ class StepBuilder:
         self._config = config
         self._roster = roster
         self._decode_rows: list[ScheduledRow] = []
-        self._prompts: list[Sequence] = []
+        self._prompts: list[tuple[int, Sequence]] = []
         self._chunks: list[_Chunk] = []
         self._num_tokens = 0
         self._num_decode_tokens = 0
-        self._is_short_of_pages = False
+        self._first_short = len(roster.running)  # index of the first row skipped for its pages
+        self._has_skipped = False
 
     def build(self) -> SchedulerOutput | None:
         """Choose the rows and count them as in flight; None when no sequence can advance."""
@@ -59,7 +61,7 @@ class StepBuilder:
         self._add_prompts()
         self._add_waiting()
         self._fit_bucket()
-        rows = (*self._decode_rows, *map(self._make_row, self._chunks))
+        rows = (*self._decode_rows, *map(_make_row, self._chunks))
         if not rows:
             return None
         return SchedulerOutput(
@@ -72,13 +74,13 @@ class StepBuilder:
         For such a sequence `num_tokens` is always `num_computed_tokens + 1`.
         """
         rows, prompts, no_pages = self._decode_rows, self._prompts, self._roster.no_pages
-        width = self._config.num_decode_tokens
+        width = self._config.max_decode_row_tokens
         page_step = self._roster.page_step
         num_tokens = 0
-        for sequence in tuple(self._roster.running):
+        for index, sequence in enumerate(tuple(self._roster.running)):
             start = sequence.num_computed_tokens
             if start < sequence.num_prefill_tokens:
-                prompts.append(sequence)
+                prompts.append((index, sequence))
                 continue
             count = sequence.max_num_tokens - start - 1
             if count > width:
@@ -88,7 +90,7 @@ class StepBuilder:
             end = start + count
             new_pages = no_pages
             if -start % page_step < count:
-                new_pages = self._obtain_pages(sequence, end)
+                new_pages = self._obtain_pages(index, sequence, end)
                 if new_pages is None:
                     continue
             sequence.num_computed_tokens = end
@@ -110,13 +112,14 @@ class StepBuilder:
 
     def _add_prompts(self) -> None:
         """Add the next chunks of running sequences; the decode rows preempted some of them."""
-        for sequence in self._prompts:
+        for index, sequence in self._prompts:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             count = self._chunk_size(sequence.num_prefill_tokens - sequence.num_computed_tokens)
             if count == 0:
                 return
-            new_pages = self._obtain_pages(sequence, sequence.num_computed_tokens + count)
+            end = sequence.num_computed_tokens + count
+            new_pages = self._obtain_pages(index, sequence, end)
             if new_pages is None:
                 return
             self._add_chunk(sequence, count, new_pages, is_admission=False)
@@ -124,9 +127,9 @@ class StepBuilder:
     def _add_waiting(self) -> None:
         """Admit waiting sequences whose known tokens fit into pages that no one needs sooner."""
         roster = self._roster
-        if self._is_short_of_pages or not roster.waiting or not roster.slot_pool.num_free:
+        if self._has_skipped or not roster.waiting or not roster.slot_pool.num_free:
             return
-        reserved = self._count_reserved_pages()
+        reserved = _count_reserved_pages(roster, self._prompts)
         while roster.waiting and roster.slot_pool.num_free:
             sequence = roster.waiting[0]
             num_tokens = len(sequence.token_ids)
@@ -168,24 +171,6 @@ class StepBuilder:
         is_full = self._num_tokens == self._config.max_num_batched_tokens
         return is_full and (bool(self._roster.waiting) or len(self._chunks) < len(self._prompts))
 
-    def _make_row(self, chunk: _Chunk) -> ScheduledRow:
-        """Count a chunk as in flight and make its row."""
-        sequence = chunk.sequence
-        start, end = sequence.num_computed_tokens, chunk.end
-        can_sample = end == sequence.num_prefill_tokens
-        sequence.num_computed_tokens = end
-        sequence.num_pending_tokens += can_sample
-        sequence.num_steps_in_flight += 1
-        return ScheduledRow(
-            sequence=sequence,
-            start=start,
-            num_scheduled_tokens=chunk.num_tokens,
-            is_decode=False,
-            is_admission=chunk.is_admission,
-            can_sample=can_sample,
-            new_pages=chunk.new_pages,
-        )
-
     def _add_chunk(
         self, sequence: Sequence, count: int, new_pages: NewPages, *, is_admission: bool
     ) -> None:
@@ -201,16 +186,6 @@ class StepBuilder:
         threshold = self._config.long_prefill_token_threshold or num_left
         return min(num_left, threshold, self._config.max_num_batched_tokens - self._num_tokens)
 
-    def _count_reserved_pages(self) -> list[int]:
-        """Count the pages, for each group, that the running sequences' prompts will still need."""
-        reserved = [0] * len(self._roster.page_pools)
-        for sequence in self._prompts:
-            if sequence.status is SequenceStatus.RUNNING:
-                num_tokens = sequence.num_prefill_tokens
-                missing = self._roster.count_missing_pages(sequence, num_tokens)
-                reserved = [sum(counts) for counts in zip(reserved, missing, strict=True)]
-        return reserved
-
     def _can_admit(self, reserved: list[int]) -> bool:
         """Tell whether the pages are there, and the watermark is kept if anyone runs."""
         share = self._config.watermark if self._roster.running else 0.0
@@ -219,18 +194,56 @@ class StepBuilder:
             for count, pool in zip(reserved, self._roster.page_pools, strict=True)
         )
 
-    def _obtain_pages(self, sequence: Sequence, num_tokens: int) -> NewPages | None:
-        """Give a running sequence pages for so many tokens, preempting younger ones if need be."""
+    def _obtain_pages(self, index: int, sequence: Sequence, num_tokens: int) -> NewPages | None:
+        """Give a running sequence pages for so many tokens, preempting younger ones if need be.
+
+        Args:
+          index: of the sequence in `running`.
+          sequence: who gets the pages.
+          num_tokens: how many of its tokens the page tables must hold.
+        """
         roster = self._roster
         missing = roster.count_missing_pages(sequence, num_tokens)
         if not any(missing):
             return roster.no_pages
-        while not self._is_short_of_pages:
+        while index < self._first_short:
             new_pages = roster.give_pages(sequence, missing)
             if new_pages is not None:
                 return new_pages
             if roster.running[-1] is sequence or roster.will_free(missing):
-                self._is_short_of_pages = True
+                self._first_short = index
+                self._has_skipped = True
             else:
                 roster.preempt_newest()
         return None
+
+
+def _make_row(chunk: _Chunk) -> ScheduledRow:
+    """Count a chunk as in flight and make its row."""
+    sequence = chunk.sequence
+    start, end = sequence.num_computed_tokens, chunk.end
+    can_sample = end == sequence.num_prefill_tokens
+    sequence.num_computed_tokens = end
+    sequence.num_pending_tokens += can_sample
+    sequence.num_steps_in_flight += 1
+    return ScheduledRow(
+        sequence=sequence,
+        start=start,
+        num_scheduled_tokens=chunk.num_tokens,
+        is_decode=False,
+        is_admission=chunk.is_admission,
+        can_sample=can_sample,
+        new_pages=chunk.new_pages,
+    )
+
+
+def _count_reserved_pages(roster: Roster, prompts: list[tuple[int, Sequence]]) -> list[int]:
+    """Count the pages, for each group, that the running sequences' prompts will still need.
+
+    A prompt that was preempted in this step counts too: no harm, for it waits in front.
+    """
+    reserved = [0] * len(roster.page_pools)
+    for _, sequence in prompts:
+        missing = roster.count_missing_pages(sequence, sequence.num_prefill_tokens)
+        reserved = [sum(counts) for counts in zip(reserved, missing, strict=True)]
+    return reserved

@@ -1,6 +1,6 @@
 """Detokenizer: the text of one sequence, token by token, never taken back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -36,8 +36,7 @@ class Detokenizer:
         self._keeps_spaces = skip_special_tokens or spaces_between_special_tokens
         self._was_added = False
         self._joiner = tokenizer.make_joiner()
-        tokens = [self._token(token_id) for token_id in prompt_token_ids]
-        self._joiner.prime([token for token in tokens if token is not None])
+        self._joiner.prime(self._tokens(prompt_token_ids), self._tokens(reversed(prompt_token_ids)))
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Add tokens.
@@ -64,6 +63,10 @@ class Detokenizer:
         feed = self._joiner.feed_raw if is_added and self._was_added else self._joiner.feed
         self._was_added = is_added
         return feed(token)
+
+    def _tokens(self, token_ids: Iterable[int]) -> Iterator[str]:
+        tokens = map(self._token, token_ids)
+        return (token for token in tokens if token is not None)
 
     def _token(self, token_id: int) -> str | None:
         if self._skips_special and token_id in self._tokenizer.special_token_ids:

@@ -33,8 +33,13 @@ class Joiner(ABC):
     """Joins the tokens of one sequence to text; what it has given out never changes."""
 
     @abstractmethod
-    def prime(self, tokens: Sequence[str]) -> None:
-        """Take the prompt's tokens as context; their complete text is not given out."""
+    def prime(self, forward: Iterable[str], backward: Iterable[str]) -> None:
+        """Take the prompt's tokens as context; their complete text is not given out.
+
+        Args:
+          forward: the tokens, lazily, so that a long prompt costs nothing.
+          backward: the same ones from the last to the first.
+        """
 
     @abstractmethod
     def feed(self, token: str) -> str:
@@ -56,11 +61,11 @@ class ByteLevelJoiner(Joiner):
         """Start without context."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def prime(self, tokens: Sequence[str]) -> None:
-        """Only the last 3 bytes can still be open; 8 are taken, from whole tokens."""
+    def prime(self, forward: Iterable[str], backward: Iterable[str]) -> None:
+        """See Joiner; only the last 3 bytes can still be open, 8 are taken, from whole tokens."""
         tail: list[bytes] = []
         num_bytes = 0
-        for token in reversed(tokens):
+        for token in backward:
             tail.append(_bytes_of(token))
             num_bytes += len(tail[-1])
             if num_bytes >= 8:
@@ -106,22 +111,22 @@ class FallbackJoiner(Joiner):
         self._num_to_strip = num_stripped
         self._run = bytearray()
 
-    def prime(self, tokens: Sequence[str]) -> None:
+    def prime(self, forward: Iterable[str], backward: Iterable[str]) -> None:
         """See Joiner; of a run of bytes at the end only the open character is context."""
+        for token in forward:
+            if self._num_to_strip == 0:
+                break
+            self.feed(token)
         run: list[int] = []
-        for token in reversed(tokens):
+        for token in backward:
             byte = self._byte(token)
             if byte is None:
                 break
             run.append(byte)
-        text_tokens = tokens[: len(tokens) - len(run)]
-        if run:
+        open_tail = _open_tail(bytes(reversed(run)))
+        if len(open_tail) < len(run):
             self._num_to_strip = 0
-        for token in text_tokens:
-            if self._num_to_strip == 0:
-                break
-            self.feed(token)
-        self._run = bytearray(_open_tail(bytes(reversed(run))))
+        self._run = bytearray(open_tail)
 
     def feed(self, token: str) -> str:
         """See Joiner."""
@@ -186,9 +191,9 @@ class MetaspaceJoiner(Joiner):
         """
         self._replacement, self._is_first = replacement, drops_first
 
-    def prime(self, tokens: Sequence[str]) -> None:
+    def prime(self, forward: Iterable[str], backward: Iterable[str]) -> None:
         """See Joiner."""
-        self._is_first = self._is_first and not tokens
+        self._is_first = self._is_first and next(iter(forward), None) is None
 
     def feed(self, token: str) -> str:
         """See Joiner."""
@@ -211,9 +216,9 @@ class WordJoiner(Joiner):
         """Start without context."""
         self._is_first = True
 
-    def prime(self, tokens: Sequence[str]) -> None:
+    def prime(self, forward: Iterable[str], backward: Iterable[str]) -> None:
         """See Joiner."""
-        self._is_first = not tokens
+        self._is_first = next(iter(forward), None) is None
 
     def feed(self, token: str) -> str:
         """See Joiner."""

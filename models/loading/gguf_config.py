@@ -30,6 +30,9 @@ _FIXED_KEYS: dict[str, int | bool] = {
 """Accepted with this one value, since any other asks for what is not built."""
 
 
+_MAX_LAYERS = 1024
+
+
 class ConfigReader:
     """Turns the keys of one model into a config dictionary."""
 
@@ -69,7 +72,7 @@ class ConfigReader:
             "model_type": self.architecture,
             "hidden_act": "silu",
             "hidden_size": hidden,
-            "num_hidden_layers": self._size("block_count"),
+            "num_hidden_layers": self._size("block_count", high=_MAX_LAYERS),
             "num_attention_heads": heads,
             "num_key_value_heads": self._size("attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -103,11 +106,11 @@ class ConfigReader:
     def _key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
 
-    def _size(self, name: str, default: int | None = None) -> int:
+    def _size(self, name: str, default: int | None = None, high: int = 1 << 30) -> int:
         value = self._metadata.integer(self._key(name))
         value = default if value is None else value
-        if value is None or not 1 <= value <= 1 << 30:
-            self._metadata.refuse(self._key(name), f"must be in [1, 2**30]; got {value}")
+        if value is None or not 1 <= value <= high:
+            self._metadata.refuse(self._key(name), f"must be in [1, {high}]; got {value}")
         return value
 
     def _vocab_size(self) -> int:

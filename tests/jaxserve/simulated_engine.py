@@ -9,68 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.request import FinishReason, Request, Sequence
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.config import SchedulerConfig
-from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.request import Sequence
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.step import ScheduledRow, SchedulerOutput, SequenceUpdate, StepResult
-
-EOS = 0
-STOP_ID = 1
-VOCABULARY = 24
-
-
-def token_at(seed: int, position: int) -> int:
-    """The token that the sequence of that seed has at that position, prompt included."""
-    mixed = (seed * 2654435761 + position * 40503 + 12345) & 0xFFFFFFFF
-    mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
-    return (mixed ^ (mixed >> 13)) % VOCABULARY
-
-
-def make_sequence(
-    name: str = "r", num_prompt_tokens: int = 4, max_tokens: int = 8, *, seed: int = 0, **params
-) -> Sequence:
-    """A sequence that runs to its length end unless `ignore_eos=False` is given."""
-    index = params.pop("index", 0)
-    prompt = tuple(token_at(seed, position) for position in range(num_prompt_tokens))
-    request = Request(
-        request_id=name,
-        prompt_token_ids=prompt,
-        sampling_params=SamplingParams(
-            max_tokens=max_tokens, **{"ignore_eos": True, "temperature": 1.0, **params}
-        ),
-        eos_token_ids=(EOS,),
-    )
-    return Sequence(request=request, index=index, seed=seed, token_ids=list(prompt))
-
-
-def make_scheduler(
-    num_pages: int = 101, page_size: int = 4, *, pools: tuple[PagePool, ...] = (), **limits
-) -> Scheduler:
-    """A small scheduler with one group, or with the groups of `pools`."""
-    config = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 256,
-        "token_buckets": (64,),
-        "row_buckets": (4, 8, 16, 32, 64),
-        **limits,
-    }
-    return Scheduler(SchedulerConfig(**config), pools or (PagePool(num_pages, page_size),))
-
-
-def expected_output(sequence: Sequence, max_model_len: int = 256) -> tuple[list[int], FinishReason]:
-    """What an engine with endless memory gives, computed without scheduler or device."""
-    params, output = sequence.request.sampling_params, []
-    stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
-    assert params.max_tokens is not None
-    room = min(params.max_tokens, max_model_len - sequence.num_prompt_tokens)
-    while len(output) < room:
-        output.append(token_at(sequence.seed, sequence.num_prompt_tokens + len(output)))
-        if output[-1] in stops and len(output) >= params.min_tokens:
-            return output, FinishReason.STOP
-    return output, FinishReason.LENGTH
+from tests.jaxserve.scheduler_builders import token_at
 
 
 @dataclass

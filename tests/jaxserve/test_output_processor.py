@@ -1,70 +1,36 @@
 """Tests of jaxserve/output_processor.py and jaxserve/sequence_output.py.
 
-The text is made by a stream of one character a token, so that each test says which token
-completes what; the real TextStream has its own tests.
+The tokenizer has one character a token, so that each test says which token completes what.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
-from jaxserve import sequence_output
 from jaxserve.errors import InvalidRequestError
 from jaxserve.output_processor import OutputProcessor, StopAbort
 from jaxserve.outputs import Logprob, RequestOutput
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.step import SequenceUpdate, TokenLogprobs
+from jaxserve.text.tokenizer import Tokenizer
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
-POISON = 0
+POISON, HALF = -1, 0xC3
 
 
-@dataclass
-class Delta:
-    text: str
-    stop: str | None
-    num_kept_tokens: int
-
-
-class CharacterStream:
-    """Token `ord(c)` is the character c; holds back what may become a stop string."""
-
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams):
-        self.stops = params.stop_strings
-        self.is_stop_kept = params.include_stop_str_in_output
-        self.text = ""
-        self.num_given = 0
-
-    def feed(self, token_ids: Sequence[int]) -> Delta:
-        for position, token_id in enumerate(token_ids, start=1):
-            if token_id == POISON:
-                raise OverflowError("no such character")
-            self.text += chr(token_id)
-            for stop in self.stops:
-                if self.text.endswith(stop):
-                    end = len(self.text) if self.is_stop_kept else len(self.text) - len(stop)
-                    return Delta(self._give(end), stop, position)
-        held = max((len(stop) for stop in self.stops), default=1) - 1
-        return Delta(self._give(len(self.text) - held), None, len(token_ids))
-
-    def flush(self) -> str:
-        return self._give(len(self.text))
-
-    def _give(self, end: int) -> str:
-        given = self.text[self.num_given : max(end, self.num_given)]
-        self.num_given = max(end, self.num_given)
-        return given
-
-
-class CharacterTokenizer:
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token_id) for token_id in token_ids)
+def make_tokenizer() -> Tokenizer:
+    """Token i is the byte i; "$" is special, and 0xC3 begins a character of two bytes."""
+    backend = Backend(BPE({chr(byte): byte for byte in [*range(0x21, 0x7F), HALF]}, []))
+    backend.decoder = ByteLevel()
+    backend.add_special_tokens(["$"])
+    return Tokenizer(backend, special_tokens={})
 
 
 class Clock:
@@ -75,19 +41,14 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(autouse=True)
-def _character_streams(monkeypatch):
-    monkeypatch.setattr(sequence_output, "TextStream", CharacterStream)
-
-
-def make_processor(tokenizer: Any = None, clock: Any = None) -> OutputProcessor:
-    return OutputProcessor(tokenizer or CharacterTokenizer(), clock or Clock())
+def make_processor(clock: Clock | None = None) -> OutputProcessor:
+    return OutputProcessor(make_tokenizer(), clock or Clock())
 
 
 def make_request(request_id: str = "r", **fields: Any) -> Request:
     return Request(
         request_id=request_id,
-        prompt_token_ids=(1, 2),
+        prompt_token_ids=(65, 66),
         sampling_params=SamplingParams(**fields),
         arrival_seconds=99.0,
     )
@@ -115,7 +76,7 @@ def test_cumulative_outputs_hold_all_so_far():
     assert [output.outputs[0].text for output in outputs] == ["ab", "abc"]
     assert [output.finished for output in outputs] == [False, True]
     last = outputs[-1]
-    assert (last.request_id, last.prompt, last.prompt_token_ids) == ("r", "prompt", [1, 2])
+    assert (last.request_id, last.prompt, last.prompt_token_ids) == ("r", "prompt", [65, 66])
     assert last.outputs[0].token_ids == list(map(ord, "abc"))
     assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("length", None)
     assert last.num_cached_tokens == 2
@@ -162,7 +123,7 @@ def test_a_stop_string_ends_the_sequence_and_tells_the_engine():
     processor.add(make_request(stop=["END"]))
     (first,) = run(processor, make_update("abE"))
     step = processor.process([make_update("NDzz")])
-    assert first.outputs[0].text == "a"
+    assert first.outputs[0].text == "ab"
     (output,) = step.outputs
     completion = output.outputs[0]
     assert (completion.text, completion.finish_reason) == ("ab", "stop")
@@ -202,6 +163,36 @@ def test_held_back_text_comes_out_when_the_engine_ends_the_sequence():
         processor, make_update("abEN"), make_update("", finish_reason=FinishReason.LENGTH)
     )
     assert [output.outputs[0].text for output in outputs] == ["ab", "EN"]
+
+
+def test_a_stop_string_that_only_the_end_completes_is_still_a_stop():
+    processor = make_processor()
+    processor.add(make_request(stop=["b\ufffd"]))
+    step = processor.process([make_update("ab\xc3", finish_reason=FinishReason.LENGTH)])
+    completion = step.outputs[0].outputs[0]
+    assert (completion.text, completion.finish_reason) == ("a", "stop")
+    assert completion.stop_reason == "b\ufffd"
+    assert len(completion.token_ids) == 3
+    assert step.aborts == []
+
+
+def test_stop_strings_are_not_looked_for_in_the_first_min_tokens():
+    processor = make_processor()
+    processor.add(make_request(stop=["."], min_tokens=2))
+    (output,) = run(processor, make_update("..a."))
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("..a", ".")
+
+
+@pytest.mark.parametrize(("is_skipped", "text"), [(True, "ab"), (False, "a$b")])
+def test_special_tokens_are_shown_only_when_asked_for(is_skipped, text):
+    processor = make_processor()
+    processor.add(make_request(skip_special_tokens=is_skipped, logprobs=0))
+    entries = tuple(TokenLogprobs(-1.0, 1, (), ()) for _ in "a$b")
+    (output,) = run(processor, make_update("a$b", logprobs=entries))
+    completion = output.outputs[0]
+    assert completion.text == text
+    assert completion.logprobs is not None
+    assert [entry.decoded_token for d in completion.logprobs for entry in d.values()] == list("a$b")
 
 
 @pytest.mark.parametrize(("is_kept", "text"), [(False, "a"), (True, "a!")])
@@ -251,7 +242,7 @@ def test_without_logprobs_there_are_none():
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])
 def test_text_stays_empty_when_it_is_not_wanted_or_cannot_be_made(has_tokenizer):
-    processor = OutputProcessor(CharacterTokenizer() if has_tokenizer else None)  # type: ignore[arg-type]
+    processor = OutputProcessor(make_tokenizer() if has_tokenizer else None)
     processor.add(make_request(detokenize=not has_tokenizer, logprobs=0))
     (output,) = run(
         processor,
@@ -287,7 +278,10 @@ def test_a_sequence_whose_text_cannot_be_made_fails_alone(caplog):
         processor.add(make_request(request_id))
     with caplog.at_level(logging.ERROR):
         step = processor.process(
-            [make_update(chr(POISON), request_id="bad"), make_update("a", request_id="good")]
+            [
+                SequenceUpdate(request_id="bad", index=0, new_token_ids=(POISON,)),
+                make_update("a", request_id="good"),
+            ]
         )
     bad, good = step.outputs
     assert bad.outputs[0].finish_reason == "error"
@@ -383,7 +377,7 @@ def test_all_kinds_of_output_tell_the_same(pieces, stop, interval):
     for kind in RequestOutputKind:
         processor = make_processor()
         processor.add(make_request(n=2, stop=stop, output_kind=kind, stream_interval=interval))
-        total = RequestOutput("r", None, [1, 2])
+        total = RequestOutput("r", None, [65, 66])
         ends = [make_update("", i, finish_reason=FinishReason.LENGTH) for i in range(2)]
         updates = [make_update(text, index) for index, text in pieces]
         for output in run(processor, *updates, *ends):

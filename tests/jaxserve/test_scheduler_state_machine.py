@@ -15,26 +15,26 @@ from hypothesis.stateful import (
 from jaxserve.errors import RequestTooLongError
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
 from jaxserve.scheduling.page_pool import PagePool
-from tests.jaxserve.simulated_engine import (
+from tests.jaxserve.scheduler_builders import (
     STOP_ID,
-    SimulatedEngine,
     expected_output,
     make_scheduler,
     make_sequence,
 )
+from tests.jaxserve.simulated_engine import SimulatedEngine
 
 MAX_MODEL_LEN = 14
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Pools that hold one or two sequences, 1 to 3 steps in flight, 1 or 2 cache groups, 1 to 3 tokens a decode row."""
+    """Pools for one or two sequences; 1 to 3 steps in flight; 1 or 2 groups; W of 1 or 3."""
 
     @initialize(
         page_sizes=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=2),
         num_spare_tokens=st.integers(-4, 8),
         max_num_seqs=st.integers(1, 4),
         max_steps_in_flight=st.integers(1, 3),
-        num_decode_tokens=st.sampled_from([1, 1, 3]),
+        max_decode_row_tokens=st.sampled_from([1, 1, 3]),
         threshold=st.sampled_from([0, 0, 2]),
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
     )
@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_spare_tokens,
         max_num_seqs,
         max_steps_in_flight,
-        num_decode_tokens,
+        max_decode_row_tokens,
         threshold,
         watermark,
     ):
@@ -54,11 +54,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for size in page_sizes
             ),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs * num_decode_tokens + 2,
+            max_num_batched_tokens=max_num_seqs * max_decode_row_tokens + 2,
             max_model_len=MAX_MODEL_LEN,
             token_buckets=(2, 4, 8, 16),
             max_steps_in_flight=max_steps_in_flight,
-            num_decode_tokens=num_decode_tokens,
+            max_decode_row_tokens=max_decode_row_tokens,
             long_prefill_token_threshold=threshold,
             watermark=watermark,
         )
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 _HEALTH = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 _QUICK = settings(
-    max_examples=150,
+    max_examples=500,
     stateful_step_count=40,
     deadline=None,
     database=None,

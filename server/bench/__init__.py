@@ -1,0 +1,1 @@
+"""Workloads of the offline benchmark, and how they are timed."""

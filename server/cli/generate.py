@@ -1,0 +1,50 @@
+"""`jaxserve generate`: continue prompts in this process and print the text as it comes."""
+
+import argparse
+import sys
+import time
+
+from jaxserve.llm import LLM
+from server.cli.arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_params,
+)
+
+HELP = "continue prompts with a model in this process"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments."""
+    parser.add_argument("prompts", nargs="+", help="texts to continue")
+    parser.add_argument("--quiet", action="store_true", help="print the texts only")
+    add_sampling_arguments(parser, max_tokens=64, temperature=0.0)
+    add_engine_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate and print."""
+    params = sampling_params(arguments)
+    start = time.perf_counter()
+    llm = LLM.from_config(engine_config(arguments))
+    ready = time.perf_counter()
+    first_text: float | None = None
+    num_tokens = 0
+    for prompt in arguments.prompts:
+        print(prompt, end="", flush=True)
+        for output in llm.stream(prompt, params):
+            completion = output.outputs[0]
+            first_text = first_text or time.perf_counter()
+            num_tokens += len(completion.token_ids)
+            print(completion.text, end="", flush=True)
+        print()
+    if not arguments.quiet:
+        seconds = time.perf_counter() - ready
+        print(
+            f"\n{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s) on "
+            f"{llm.device_name}; ready after {ready - start:.1f} s, first token "
+            f"{(first_text or ready) - start:.1f} s after the start",
+            file=sys.stderr,
+        )
+    return 0

@@ -1,0 +1,102 @@
+"""The whole engine against transformers' float32 answers on tiny random checkpoints."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.attention import ATTENTION_KERNELS
+from models.batch import ForwardBatch
+from models.config import ModelConfig
+from models.kv_cache import allocate_cache, cache_geometries
+from models.loading.checkpoint import CheckpointLoader
+from models.loading.safetensors import SafetensorsFolder
+from models.registry import model_class
+from models.sharding import Sharder, make_mesh
+from models.layers import compute_logits
+from models.weight_layout import WeightLayout, WeightStore
+from tests.engine_runs import generate, greedy, make_engine
+from tests.goldens_loader import GOLDEN_NAMES, load_golden
+
+PAGE_SIZE, NUM_PAGES = 16, 8
+
+
+def load_model(folder, *, stack_layers: bool):
+    source = SafetensorsFolder(folder)
+    config = ModelConfig.from_dict(source.config_dict())
+    sharder = Sharder(make_mesh())
+    layout = WeightLayout.of_model(
+        model_class(config.architecture),
+        config,
+        stack_layers=stack_layers,
+        dtype="float32",
+        kernels=ATTENTION_KERNELS["xla"],
+    )
+    store = WeightStore(layout, sharder)
+    CheckpointLoader(config, store).load(source.tensors())
+    geometries = cache_geometries(config, page_size=PAGE_SIZE, dtype="float32")
+    return layout, store.leaves(), allocate_cache(geometries, (NUM_PAGES,), sharder)
+
+
+def prompt_batch(prompt: tuple[int, ...]) -> ForwardBatch:
+    T = len(prompt)
+    table = jnp.arange(1, NUM_PAGES, dtype=jnp.int32)[None]
+    return ForwardBatch(
+        token_ids=jnp.asarray(prompt, jnp.int32),
+        positions=jnp.arange(T, dtype=jnp.int32)[None],
+        slot_mapping=(PAGE_SIZE + jnp.arange(T, dtype=jnp.int32),),
+        page_tables=(table,),
+        seq_lens=jnp.array([T], jnp.int32),
+        query_start_loc=jnp.array([0, T], jnp.int32),
+        num_decode_rows=jnp.array([0], jnp.int32),
+        logits_indices=jnp.arange(T, dtype=jnp.int32),
+    )
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_logits_of_all_positions_equal_those_of_transformers(name: str) -> None:
+    golden = load_golden(name)
+    layout, leaves, cache = load_model(golden.folder, stack_layers=name.startswith("llama"))
+    for case in golden.logits:
+        hidden, _ = layout.merge(leaves)(prompt_batch(case.prompt), cache)
+        logits = np.asarray(compute_logits(leaves[layout.head_index], hidden))
+        worst = np.abs(logits - case.logits).max()
+        assert worst <= 1e-4 * np.abs(case.logits).max()
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_greedy_tokens_equal_those_of_transformers_alone_and_together(name: str) -> None:
+    golden = load_golden(name)
+    engine = make_engine(golden.folder).engine
+    assert generate(engine, [golden.alone.prompt], greedy()) == [golden.alone.tokens]
+    together = generate(engine, [case.prompt for case in golden.mixed], greedy())
+    assert together == [case.tokens for case in golden.mixed]
+
+
+VARIANTS = {
+    "chunks of one token": ("llama_gqa", {"long_prefill_token_threshold": 1}),
+    "chunks of seven tokens": ("qwen3_tied", {"long_prefill_token_threshold": 7}),
+    "pages of 32 tokens": ("llama_llama3_rope_tied", {"block_size": 32}),
+    "a larger stored head dim": ("qwen3_sharded", {"stored_head_dim": 128}),
+    "one step in flight": ("llama_linear_rope", {"max_steps_in_flight": 1}),
+    "three steps in flight": ("llama_gqa", {"max_steps_in_flight": 3}),
+    "weights that are not stacked": ("qwen3_tied", {"stack_layers": False}),
+    "more buckets": ("llama_gqa", {"row_buckets": (1, 4, 8), "token_buckets": (16, 32, 64)}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_do_not_depend_on(variant: str) -> None:
+    name, settings = VARIANTS[variant]
+    golden = load_golden(name)
+    engine = make_engine(golden.folder, **settings).engine
+    together = generate(engine, [case.prompt for case in golden.mixed], greedy())
+    assert together == [case.tokens for case in golden.mixed]
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3_tied"])
+def test_greedy_tokens_survive_preemption(name: str) -> None:
+    golden = load_golden(name)
+    engine = make_engine(golden.folder, num_gpu_blocks_override=24).engine
+    together = generate(engine, [case.prompt for case in golden.mixed], greedy())
+    assert together == [case.tokens for case in golden.mixed]
+    assert engine.scheduler.num_preemptions > 0
