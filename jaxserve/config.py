@@ -59,7 +59,9 @@ class EngineConfig:
     compilation_cache_dir: str | None = _flag(
         None, "where compiled programs are kept; ~/.cache/jaxserve if not given", "execution"
     )
-    stack_layers: bool = _flag(True, "keep equal weights of all layers in one array", "execution")
+    stack_layers: bool | None = _flag(
+        None, "keep equal weights of all layers in one array; on GPUs if not given", "execution"
+    )
     max_logprobs: int = _flag(20, "largest number of log-probabilities of a token", "model")
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from jaxserve.execution.step_functions import StepFunctions
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
-from models.attention import ATTENTION_KERNELS
+from models.attention import attention_kernels
 from models.config import ModelConfig
 from models.kv_cache import abstract_cache, allocate_cache, cache_geometries
 from models.loading.checkpoint import CheckpointLoader
@@ -43,6 +44,8 @@ from models.weight_layout import WeightLayout, WeightStore, make_dummy_leaves
 from pallas_kernels.platform import choose_attention_backend
 
 logger = logging.getLogger(__name__)
+
+MAX_COMPILE_THREADS = 8
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) while an engine starts."""
@@ -136,6 +139,8 @@ class _EngineBuilder:
         self.dtype = _choose_dtype(self.config.dtype, self.model.dtype, self.is_gpu)
         if self.backend == "mosaic" and self.dtype == "float32":
             self.backend = choose_attention_backend("xla")
+        asked = self.config.stack_layers
+        self.stacks_layers = self.is_gpu if asked is None else asked
         device = jax.devices()[0]
         logger.info(
             "device %s, %s, attention by %s", device.device_kind, self.dtype, self.backend
@@ -145,9 +150,9 @@ class _EngineBuilder:
         self.layout = WeightLayout.of_model(
             model_class(self.model.architecture),
             self.model,
-            stack_layers=self.config.stack_layers,
+            stack_layers=self.stacks_layers,
             dtype=self.dtype,
-            kernels=ATTENTION_KERNELS[self.backend],
+            kernels=attention_kernels(self.backend, jax.default_backend()),
         )
         self.geometries = cache_geometries(
             self.model,
@@ -203,8 +208,8 @@ class _EngineBuilder:
         config, limits = self.config, self.limits
         row_buckets, token_buckets = config.row_buckets, config.token_buckets
         if not self.is_gpu:
-            row_buckets = row_buckets or (1, 4)
-            token_buckets = token_buckets or (32, 128)
+            row_buckets = row_buckets or (1,)
+            token_buckets = token_buckets or (64,)
         return make_bucket_table(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -226,7 +231,7 @@ class _EngineBuilder:
         return self._count_pages_on_gpu(free[0])
 
     def _count_pages_on_gpu(self, free_bytes: int) -> RememberedPlan:
-        key = (self.model, self.limits, self.buckets, self.geometries, self.config.stack_layers)
+        key = (self.model, self.limits, self.buckets, self.geometries, self.stacks_layers)
         device = jax.devices()[0].device_kind
         memory = PlanMemory(self.cache_dir, *key, self.dtype, self.backend, device, jax.__version__)
         bytes_per_page = sum(geometry.bytes_per_page for geometry in self.geometries)
@@ -284,7 +289,7 @@ class _EngineBuilder:
     def _compile(self) -> None:
         self.programs = self._make_programs(self.num_pages)
         self.programs.compile_all(
-            num_threads=jax.local_device_count() if not self.is_gpu else 8,
+            num_threads=min(MAX_COMPILE_THREADS, os.cpu_count() or 1),
             progress=lambda done, total: self.progress("compile", done, total),
         )
 
@@ -331,7 +336,7 @@ def _choose_dtype(asked: str, of_model: str, is_gpu: bool) -> str:
 def _default_limits(is_gpu: bool) -> tuple[int, int]:
     """(max_num_seqs, max_num_batched_tokens), as vLLM chooses them by the GPU's memory."""
     if not is_gpu:
-        return 16, 512
+        return 8, 256
     free = free_device_bytes(jax.devices()[0])
     return (1024, 8192) if free and free[1] >= 60 * 2**30 else (256, 2048)
 

@@ -96,6 +96,7 @@ class LLM:
         self._client = InProcessClient(self._built.engine)
         self._processor = OutputProcessor(self._tokenizer)
         self._request_ids = map(str, itertools.count())
+        self._arrived: dict[str, list[RequestOutput]] = {}
         self._eos_token_ids = self._find_eos_token_ids()
         self._limits = SamplingLimits(
             max_num_stop_token_ids=MAX_STOP_IDS - len(self._eos_token_ids),
@@ -295,22 +296,25 @@ class LLM:
         self, requests: list[tuple[Request, str | None]], use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
         """Run requests to their ends."""
-        finished: dict[str, RequestOutput] = {}
         for request, _ in requests:
             request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+        ids = [request.request_id for request, _ in requests]
         bar = _progress_bar(use_tqdm, len(requests))
         try:
             self._submit(requests)
-            while len(finished) < len(requests):
-                for output in self._advance():
-                    finished[output.request_id] = output
-                    if bar is not None:
-                        bar.update(1)
+            num_shown = 0
+            while (num_finished := sum(bool(self._arrived[i]) for i in ids)) < len(ids):
+                if bar is not None:
+                    bar.update(num_finished - num_shown)
+                num_shown = num_finished
+                self._advance()
+            if bar is not None:
+                bar.update(len(ids) - num_shown)
+            return [self._arrived[i][0] for i in ids]
         finally:
-            self._leave([request for request, _ in requests])
+            self._leave(ids)
             if bar is not None:
                 bar.close()
-        return [finished[request.request_id] for request, _ in requests]
 
     def _stream(
         self, prompt: ParsedPrompt, sampling_params: SamplingParams | None
@@ -325,32 +329,39 @@ class LLM:
         request_id = requests[0][0].request_id
         try:
             self._submit(requests)
-            is_finished = False
-            while not is_finished:
-                for output in self._advance():
-                    if output.request_id == request_id:
-                        is_finished = output.finished
-                        yield output
+            while True:
+                for output in self._arrived[request_id]:
+                    yield output
+                    if output.finished:
+                        return
+                self._arrived[request_id].clear()
+                self._advance()
         finally:
-            self._leave([request for request, _ in requests])
+            self._leave([request_id])
 
     def _submit(self, requests: list[tuple[Request, str | None]]) -> None:
         for request, text in requests:
+            self._arrived[request.request_id] = []
             self._processor.add(request, text)
             self._client.add(request)
 
-    def _advance(self) -> list[RequestOutput]:
-        """One step, and its outputs."""
+    def _advance(self) -> None:
+        """One step; its outputs go to whoever waits for them."""
         step = self._processor.process(self._client.updates())
         for stop in step.aborts:
             self._client.stop(stop)
-        return step.outputs
+        for output in step.outputs:
+            self._arrived[output.request_id].append(output)
 
-    def _leave(self, requests: Sequence[Request]) -> None:
-        """End what is unfinished, after an error or when the caller went away."""
-        for request in requests:
-            if self._processor.drop(request.request_id):
-                self._client.abort(request.request_id)
+    def _leave(self, request_ids: Sequence[str]) -> None:
+        """End what is unfinished, and wait for steps in flight when nobody else needs any."""
+        for request_id in request_ids:
+            self._arrived.pop(request_id, None)
+            if self._processor.drop(request_id):
+                self._client.abort(request_id)
+        if not self._arrived:
+            while self._client.has_unfinished:
+                self._client.updates()
 
 
 class _StartProgress:

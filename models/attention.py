@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +13,33 @@ from models.config import ModelConfig
 from models.kv_cache import CacheGroup, KVCache
 from models.layers import DenseFormat, Linear, RMSNorm
 from models.rotary import rotate
-from pallas_kernels import decode_attention, prefill_attention, xla_attention
+from pallas_kernels import decode_attention, kv_write, prefill_attention, xla_attention
 from pallas_kernels.platform import AttentionBackend
 
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """The two attention functions of one backend, chosen once at construction."""
+    """The functions of one backend, chosen once at construction.
+
+    Attributes:
+      decode: attends the newest query of each row.
+      prefill: attends ragged chunks of queries.
+      write: puts new keys or values into pages.
+    """
 
     decode: Callable[..., jax.Array]
     prefill: Callable[..., jax.Array]
+    write: Callable[..., jax.Array]
 
 
-ATTENTION_KERNELS: dict[AttentionBackend, AttentionKernels] = {
-    "mosaic": AttentionKernels(
-        decode_attention.decode_attention, prefill_attention.prefill_attention
-    ),
-    "xla": AttentionKernels(xla_attention.decode_attention, xla_attention.prefill_attention),
-}
+def attention_kernels(backend: AttentionBackend, platform: str) -> AttentionKernels:
+    """The kernels of a backend on a JAX platform ("cpu" or "gpu")."""
+    write = kv_write.write_by_loop if platform == "cpu" else kv_write.write_by_scatter
+    if backend == "mosaic":
+        decode, prefill = decode_attention.decode_attention, prefill_attention.prefill_attention
+    else:
+        decode, prefill = xla_attention.decode_attention, xla_attention.prefill_attention
+    return AttentionKernels(decode=decode, prefill=prefill, write=write)
 
 
 class Attention(nnx.Module):
@@ -88,7 +97,7 @@ class Attention(nnx.Module):
           [T, D], and the cache with this step's keys and values.
         """
         q, k, v = self._project(x, angles)
-        group = cache.groups[self.cache_group].write(layer, batch.slot_mapping[self.cache_group], k, v)
+        group = self._write(cache.groups[self.cache_group], layer, batch, k, v)
         out = self._attend(q, group, layer, batch)
         T, _, H = q.shape
         K = k.shape[1]
@@ -104,6 +113,19 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *angles), rotate(k, *angles), v
+
+    def _write(
+        self, group: CacheGroup, layer: jax.Array, batch: ForwardBatch, k: jax.Array, v: jax.Array
+    ) -> CacheGroup:
+        """[T, K, H] keys and values, padded to the stored head dim, into their slots."""
+        slots = batch.slot_mapping[self.cache_group]
+        missing = group.geometry.stored_head_dim - k.shape[-1]
+        k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (k, v))
+        return replace(
+            group,
+            k_pages=self.kernels.write(group.k_pages, layer, slots, k),
+            v_pages=self.kernels.write(group.v_pages, layer, slots, v),
+        )
 
     def _attend(
         self, q: jax.Array, group: CacheGroup, layer: jax.Array, batch: ForwardBatch

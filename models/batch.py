@@ -16,7 +16,7 @@ class ForwardBatch:
       token_ids: int32[T]; padding is 0.
       positions: int32[X, T]; X = 1 axis of positions for text.
       slot_mapping: for each cache group int32[T]: where the token's keys and values go,
-        page * page_size + offset; out of bounds for padding, and then dropped.
+        page * page_size + offset; in the null page 0 for padding.
       page_tables: for each cache group int32[S, max_pages].
       seq_lens: int32[S], tokens in cache after this step; 0 for padding rows.
       query_start_loc: int32[S + 1], cumulative query tokens (FlashAttention's cu_seqlens_q).

@@ -64,29 +64,6 @@ class CacheGroup:
     def num_pages(self) -> int:
         return self.k_pages.shape[1]
 
-    def write(self, layer: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> "CacheGroup":
-        """Write one layer's new keys and values.
-
-        Args:
-          layer: int32[1], index of the layer in this group.
-          slots: int32[T]; slots past the last page are dropped.
-          k: [T, K, head_dim], padded to the stored head dim here.
-          v: the same.
-        """
-        return replace(
-            self,
-            k_pages=_write_pages(self.k_pages, layer, slots, k),
-            v_pages=_write_pages(self.v_pages, layer, slots, v),
-        )
-
-
-def _write_pages(pages: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
-    L, P, B, K, H = pages.shape
-    new = jnp.pad(new, ((0, 0), (0, 0), (0, H - new.shape[-1]))).astype(pages.dtype)
-    flat = pages.reshape(L, P * B, K, H)
-    flat = flat.at[layer[0], slots].set(new, mode="drop", unique_indices=True)
-    return flat.reshape(L, P, B, K, H)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)

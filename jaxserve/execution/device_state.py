@@ -57,7 +57,6 @@ def make_forward_batch(
     layout: PackedLayout,
     *,
     page_size: int,
-    num_pages: tuple[int, ...],
 ) -> ForwardBatch:
     """Positions, slots, lengths and query offsets, computed from state and counts."""
     slot_ids, num_decode_rows = inputs["slot_ids"], inputs["counts"][1:2]
@@ -78,8 +77,7 @@ def make_forward_batch(
         token_ids=jnp.where(is_token, token_ids, 0),
         positions=positions[None],
         slot_mapping=tuple(
-            _slot_mapping(table, rows, positions, is_token, page_size, pages)
-            for table, pages in zip(tables, num_pages, strict=True)
+            _slot_mapping(table, rows, positions, is_token, page_size) for table in tables
         ),
         page_tables=tables,
         seq_lens=jnp.where(is_row, num_computed + num_scheduled, 0),
@@ -113,17 +111,11 @@ def _join_token_ids(inputs: dict[str, jax.Array], last_token: jax.Array) -> jax.
 
 
 def _slot_mapping(
-    table: jax.Array,
-    rows: jax.Array,
-    positions: jax.Array,
-    is_token: jax.Array,
-    page_size: int,
-    num_pages: int,
+    table: jax.Array, rows: jax.Array, positions: jax.Array, is_token: jax.Array, page_size: int
 ) -> jax.Array:
-    """Padding tokens get slots past the last page, each another one, and are dropped."""
-    pages = table[rows, positions // page_size]
-    slots = pages * page_size + positions % page_size
-    padding = num_pages * page_size + jnp.arange(positions.shape[0])
+    """Padding tokens write into page 0, the null page, which no sequence owns."""
+    slots = table[rows, positions // page_size] * page_size + positions % page_size
+    padding = jnp.arange(positions.shape[0]) % page_size
     return jnp.where(is_token, slots, padding)
 
 

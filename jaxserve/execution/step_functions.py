@@ -58,13 +58,8 @@ class StepFunctions:
         """
         inputs = layout.split(packed)
         state = apply_changes(state, inputs)
-        batch = make_forward_batch(
-            state,
-            inputs,
-            layout,
-            page_size=cache.groups[0].geometry.page_size,
-            num_pages=tuple(group.num_pages for group in cache.groups),
-        )
+        page_size = cache.groups[0].geometry.page_size
+        batch = make_forward_batch(state, inputs, layout, page_size=page_size)
         hidden, cache = self.weights.merge(leaves)(batch, cache)
         slot_ids = inputs["slot_ids"]
         return hidden, slot_ids, cache, advance_computed(state, slot_ids, batch.seq_lens)

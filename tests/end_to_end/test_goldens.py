@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import ATTENTION_KERNELS
+from models.attention import attention_kernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.kv_cache import allocate_cache, cache_geometries
@@ -29,7 +29,7 @@ def load_model(folder, *, stack_layers: bool):
         config,
         stack_layers=stack_layers,
         dtype="float32",
-        kernels=ATTENTION_KERNELS["xla"],
+        kernels=attention_kernels("xla", "cpu"),
     )
     store = WeightStore(layout, sharder)
     CheckpointLoader(config, store).load(source.tensors())

@@ -12,6 +12,13 @@ CHAT_ML = (
 )
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that the tokenizer has."""
+    found = tokenizer.backend.token_to_id(token)
+    assert found is not None, token
+    return found
+
+
 def byte_level(add_bos: bool | None = None) -> Tokenizer:
     """All bytes, some merges, control tokens of ChatML, "<think>" and "</think>" as plain added."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -28,7 +35,7 @@ def byte_level(add_bos: bool | None = None) -> Tokenizer:
     return Tokenizer(
         backend,
         special_tokens={"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
-        eos_token_ids=(backend.token_to_id("<|im_end|>"),),
+        eos_token_ids=(len(tokens) + special.index("<|im_end|>"),),
         chat_templates={"default": CHAT_ML},
         add_bos=add_bos,
     )

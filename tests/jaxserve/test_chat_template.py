@@ -1,6 +1,7 @@
 """Templates render as in Hugging Face, are refused when unsafe, and content stays content."""
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +59,7 @@ QWEN_LIKE = """{%- if tools %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
-SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>"}
+SPECIAL: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<eos>"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "<b> 'é'"}}
 CHATS = {
@@ -351,7 +352,7 @@ def test_a_vocabulary_that_matches_control_tokens_cannot_be_used_to_forge_them()
 @pytest.mark.bugbank
 def test_bos_stands_only_where_the_template_writes_it():
     tokenizer = small_tokenizers.byte_level(add_bos=True)
-    bos = tokenizer.bos_token_id
+    bos = small_tokenizers.token_id(tokenizer, "<|endoftext|>")
     without = encode_chat(tokenizer, [USER])
     with_bos = encode_chat(tokenizer, [USER], chat_template="{{ bos_token }}" + QWEN_LIKE)
     assert without.token_ids.count(bos) == 0 and with_bos.token_ids.count(bos) == 1

@@ -104,7 +104,7 @@ def test_a_bad_byte_spoils_its_whole_run_as_in_the_library():
 
 def test_the_space_before_the_first_output_word_is_kept_after_a_prompt():
     tokenizer = tokenizer_of("byte fallback")
-    word = tokenizer.backend.token_to_id("▁ab")
+    word = small_tokenizers.token_id(tokenizer, "▁ab")
     assert Detokenizer(tokenizer, [word]).feed([word]) == " ab"
     assert Detokenizer(tokenizer).feed([word]) == "ab"
     assert Detokenizer(tokenizer, [1]).feed([word]) == "ab"  # BOS is no text
@@ -162,7 +162,7 @@ def stream(stop: list[str], min_tokens: int = 0, include: bool = False) -> TextS
 
 
 def ids_of(*tokens: str) -> list[int]:
-    return [letters().backend.token_to_id(token) for token in tokens]
+    return [small_tokenizers.token_id(letters(), token) for token in tokens]
 
 
 @pytest.mark.bugbank
@@ -231,7 +231,7 @@ def test_the_result_does_not_depend_on_how_many_tokens_a_step_brings(
 @given(data=st.binary(max_size=24))
 def test_any_bytes_stream_to_what_the_library_decodes(data):
     tokenizer = tokenizer_of("byte level")
-    ids = [tokenizer.backend.token_to_id(byte_letter(byte)) for byte in data]
+    ids = [small_tokenizers.token_id(tokenizer, byte_letter(byte)) for byte in data]
     detokenizer = Detokenizer(tokenizer)
     made = "".join(detokenizer.feed([token_id]) for token_id in ids) + detokenizer.flush()
     assert made == data.decode("utf-8", "replace") == tokenizer.decode(ids)

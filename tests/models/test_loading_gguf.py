@@ -3,6 +3,7 @@
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -334,7 +335,8 @@ def test_a_split_model_is_read_from_all_its_parts(tmp_path):
 
 
 def test_split_models_with_parts_missing_or_mixed_up_are_refused(tmp_path):
-    for case, options in enumerate(({"numbers": (0, 0)}, {"counts": (2, 3)}, {"total": 5})):
+    cases: tuple[dict[str, Any], ...] = ({"numbers": (0, 0)}, {"counts": (2, 3)}, {"total": 5})
+    for case, options in enumerate(cases):
         folder = tmp_path / str(case)
         folder.mkdir()
         with pytest.raises(ModelLoadError, match="split"):
