@@ -28,7 +28,9 @@ class EngineConfig:
     model: str | None = _flag(
         None, "folder with config.json, or .gguf file; the embedded SmolLM2 if not given", "model"
     )
-    tokenizer: str | None = _flag(None, "folder or file of the tokenizer, if not the model's", "model")
+    tokenizer: str | None = _flag(
+        None, "folder or file of the tokenizer, if not the model's", "model"
+    )
     skip_tokenizer_init: bool = _flag(False, "take and give token ids only", "model")
     load_format: str = _flag("auto", f"one of {', '.join(LOAD_FORMATS)}", "model")
     dtype: str = _flag("auto", "type of weights and computation", "model")

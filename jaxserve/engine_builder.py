@@ -142,9 +142,7 @@ class _EngineBuilder:
         asked = self.config.stack_layers
         self.stacks_layers = self.is_gpu if asked is None else asked
         device = jax.devices()[0]
-        logger.info(
-            "device %s, %s, attention by %s", device.device_kind, self.dtype, self.backend
-        )
+        logger.info("device %s, %s, attention by %s", device.device_kind, self.dtype, self.backend)
 
     def _lay_out_model(self) -> None:
         self.layout = WeightLayout.of_model(
@@ -184,7 +182,9 @@ class _EngineBuilder:
             )
         longest = min(self.limits.max_model_len, tokens)
         if longest < self.limits.max_model_len:
-            logger.warning("max_model_len is lowered to %d, the tokens that the pages hold", longest)
+            logger.warning(
+                "max_model_len is lowered to %d, the tokens that the pages hold", longest
+            )
         self.limits = dataclasses.replace(self.limits, max_model_len=longest)
         self.bill = self._make_bill(remembered.temporary_bytes)
 
@@ -339,5 +339,3 @@ def _default_limits(is_gpu: bool) -> tuple[int, int]:
         return 8, 256
     free = free_device_bytes(jax.devices()[0])
     return (1024, 8192) if free and free[1] >= 60 * 2**30 else (256, 2048)
-
-

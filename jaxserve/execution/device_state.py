@@ -70,9 +70,7 @@ def make_forward_batch(
     positions = jnp.where(is_token, num_computed[rows] + offsets, 0)
     last_token = records[:, SlotField.LAST_TOKEN]
     token_ids = last_token if layout.num_tokens == 0 else _join_token_ids(inputs, last_token)
-    tables = tuple(
-        table.at[slot_ids].get(mode="fill", fill_value=0) for table in state.page_tables
-    )
+    tables = tuple(table.at[slot_ids].get(mode="fill", fill_value=0) for table in state.page_tables)
     return ForwardBatch(
         token_ids=jnp.where(is_token, token_ids, 0),
         positions=positions[None],
@@ -119,9 +117,7 @@ def _slot_mapping(
     return jnp.where(is_token, slots, padding)
 
 
-def advance_computed(
-    state: DeviceState, slot_ids: jax.Array, seq_lens: jax.Array
-) -> DeviceState:
+def advance_computed(state: DeviceState, slot_ids: jax.Array, seq_lens: jax.Array) -> DeviceState:
     """After a forward pass: the tokens up to int32[S] `seq_lens` are in pages."""
     slots = state.slots.at[slot_ids, SlotField.NUM_COMPUTED].set(seq_lens, mode="drop")
     return replace(state, slots=slots)

@@ -99,9 +99,7 @@ def gumbel_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax
     return jax.vmap(one_row)(seeds, positions)
 
 
-def truncate(
-    logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
-) -> jax.Array:
+def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
     """Set to -inf what min-p, then top-k, then top-p drop; ties at a border are kept.
 
     top-p keeps the fewest most likely tokens whose probabilities, renormalised after min-p and

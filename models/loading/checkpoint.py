@@ -137,5 +137,7 @@ class CheckpointLoader:
         if any(fnmatch.fnmatch(name, pattern) for pattern in IGNORED):
             return
         if any(fnmatch.fnmatch(name, pattern) for pattern in DANGEROUS_IF_UNUSED):
-            raise ModelLoadError(f"{name}: the architecture must have a parameter for it; it has not")
+            raise ModelLoadError(
+                f"{name}: the architecture must have a parameter for it; it has not"
+            )
         self._unused.append(name)

@@ -68,7 +68,9 @@ def _flag(name: str) -> str:
 
 
 def _shown_default(default: Any) -> str:
-    return "" if default is None or default is False else f" (default: {default})".replace("%", "%%")
+    return (
+        "" if default is None or default is False else f" (default: {default})".replace("%", "%%")
+    )
 
 
 def _options(annotation: Any) -> dict[str, Any]:
