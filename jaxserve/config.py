@@ -61,8 +61,8 @@ class EngineConfig:
     compilation_cache_dir: str | None = _flag(
         None, "where compiled programs are kept; ~/.cache/jaxserve if not given", "execution"
     )
-    stack_layers: bool | None = _flag(
-        None, "keep equal weights of all layers in one array; on GPUs if not given", "execution"
+    stacked_weights: str | None = _flag(
+        None, "weights kept as one array for all layers: none, vectors or all", "execution"
     )
     max_logprobs: int = _flag(20, "largest number of log-probabilities of a token", "model")
 
@@ -75,6 +75,8 @@ class EngineConfig:
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_choice("dtype", DTYPES)
         self._check_choice("generation_config", ("auto", "vllm"))
+        if self.stacked_weights is not None:
+            self._check_choice("stacked_weights", ("none", "vectors", "all"))
         if self.attention_backend is not None:
             self._check_choice("attention_backend", BACKENDS)
         for name in _POSITIVE:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import jax
 
@@ -40,8 +41,8 @@ from models.loading.checkpoint import CheckpointLoader
 from models.loading.source import ModelSource, find_model, open_source
 from models.registry import model_class
 from models.sharding import Sharder, make_mesh
-from models.weight_layout import WeightLayout, WeightStore, make_dummy_leaves
-from pallas_kernels.platform import choose_attention_backend
+from models.weight_layout import Stack, WeightLayout, WeightStore, make_dummy_leaves
+from pallas_kernels.platform import AttentionBackend, choose_attention_backend
 
 logger = logging.getLogger(__name__)
 
@@ -132,15 +133,19 @@ class _EngineBuilder:
     def _choose_device(self) -> None:
         try:
             self.sharder = Sharder(make_mesh(self.config.tensor_parallel_size))
-            self.backend = choose_attention_backend(self.config.attention_backend)
+            self.backend: AttentionBackend = choose_attention_backend(self.config.attention_backend)
         except ValueError as error:
             raise EngineConfigError(str(error)) from error
         self.is_gpu = jax.default_backend() == "gpu"
         self.dtype = _choose_dtype(self.config.dtype, self.model.dtype, self.is_gpu)
         if self.backend == "mosaic" and self.dtype == "float32":
+            if self.config.attention_backend == "mosaic":
+                raise EngineConfigError(
+                    "attention_backend mosaic must have a 16-bit dtype; got float32; use xla"
+                )
             self.backend = choose_attention_backend("xla")
-        asked = self.config.stack_layers
-        self.stacks_layers = self.is_gpu if asked is None else asked
+        default = "vectors" if self.is_gpu else "none"
+        self.stack: Stack = cast(Stack, self.config.stacked_weights or default)
         device = jax.devices()[0]
         logger.info("device %s, %s, attention by %s", device.device_kind, self.dtype, self.backend)
 
@@ -148,7 +153,7 @@ class _EngineBuilder:
         self.layout = WeightLayout.of_model(
             model_class(self.model.architecture),
             self.model,
-            stack_layers=self.stacks_layers,
+            stack=self.stack,
             dtype=self.dtype,
             kernels=attention_kernels(self.backend, jax.default_backend()),
         )
@@ -231,7 +236,7 @@ class _EngineBuilder:
         return self._count_pages_on_gpu(free[0])
 
     def _count_pages_on_gpu(self, free_bytes: int) -> RememberedPlan:
-        key = (self.model, self.limits, self.buckets, self.geometries, self.stacks_layers)
+        key = (self.model, self.limits, self.buckets, self.geometries, self.stack)
         device = jax.devices()[0].device_kind
         memory = PlanMemory(self.cache_dir, *key, self.dtype, self.backend, device, jax.__version__)
         bytes_per_page = sum(geometry.bytes_per_page for geometry in self.geometries)
@@ -301,7 +306,6 @@ class _EngineBuilder:
             allocate_cache(self.geometries, pages, self.sharder),
             self.sharder.zeros(self.abstract_state),
             self.programs,
-            self.sharder,
             head_index=self.layout.head_index,
         )
         scheduler_config = SchedulerConfig(

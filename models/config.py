@@ -57,6 +57,7 @@ class ModelConfig:
 
     @property
     def num_query_heads_per_kv_head(self) -> int:
+        """G of the fused qkv weight."""
         return self.num_attention_heads // self.num_key_value_heads
 
     @property

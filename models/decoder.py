@@ -37,6 +37,7 @@ class DecoderLayer(nnx.Module):
         layer: jax.Array,
         angles: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, KVCache]:
+        """[T, D] -> [T, D]; the other arguments are those of Attention."""
         attended, cache = self.self_attn(self.input_layernorm(x), batch, cache, layer, angles)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache

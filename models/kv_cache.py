@@ -39,6 +39,7 @@ class CacheGeometry:
 
     @property
     def bytes_per_page(self) -> int:
+        """Bytes of one page in all layers of the group."""
         return self.page_size * self.bytes_per_token
 
 
@@ -62,6 +63,7 @@ class CacheGroup:
 
     @property
     def num_pages(self) -> int:
+        """Pages of the group, the null page included."""
         return self.k_pages.shape[1]
 
 
@@ -73,6 +75,7 @@ class KVCache:
     groups: tuple[CacheGroup, ...]
 
     def with_group(self, index: int, group: CacheGroup) -> "KVCache":
+        """The cache with one group replaced."""
         groups = self.groups[:index] + (group,) + self.groups[index + 1 :]
         return replace(self, groups=groups)
 

@@ -87,6 +87,7 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Product, and bias if there is one."""
         parameters = {name: getattr(self, name) for name in self.parameter_names}
         y = self.weight_format.product(x, parameters, self.num_in_dims)
         return y if self.bias is None else y + self.bias[...]
@@ -100,6 +101,7 @@ class RMSNorm(nnx.Module):
         self.weight = abstract_parameter((size,), dtype, (axis,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last axis."""
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)
@@ -112,6 +114,7 @@ class Embedding(nnx.Module):
         self.weight = abstract_parameter((vocab_size, hidden_size), dtype, ("vocab", "embed"))
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """int32[T] -> [T, D]."""
         return self.weight[...].at[token_ids].get(mode="clip")
 
 
@@ -136,6 +139,7 @@ class GatedMLP(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> [T, D]."""
         gate_up = self.gate_up_proj(x)
         return self.down_proj(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
 

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
-Tree = TypeVar("Tree")
 
 MESH_AXES = ("data", "model")
 
@@ -71,9 +69,10 @@ class Sharder:
         return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=self.sharding(axes))
 
     def replicated(self, shape: Sequence[int], dtype: str | jnp.dtype) -> jax.ShapeDtypeStruct:
+        """An abstract array that every device holds whole."""
         return self.abstract(shape, dtype, (None,) * len(shape))
 
-    def zeros(self, abstract: Tree) -> Tree:
+    def zeros(self, abstract: Any) -> Any:
         """Allocate zeros for a tree of shapes, each device only its own part."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 

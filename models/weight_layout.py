@@ -8,6 +8,7 @@ code does not know: inside the trace each layer gets its slice.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from flax import nnx
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.sharding import Sharder
+
+Stack = Literal["none", "vectors", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +44,25 @@ class Leaf:
 class WeightLayout:
     """The leaves of one model, their order, and the way back to a model inside a trace."""
 
-    def __init__(self, graphdef, treedef, parameters: list[Leaf], head_path: str, stack: bool):
+    def __init__(self, graphdef, treedef, parameters: list[Leaf], head_path: str, stack: Stack):
         self._graphdef, self._treedef = graphdef, treedef
         self._parameters = parameters
-        self.leaves = self._pack_leaves() if stack else tuple(parameters)
+        self.leaves = self._pack_leaves(stack)
         self._leaf_index = {leaf.path: index for index, leaf in enumerate(self.leaves)}
         self.head_index = self._leaf_index[head_path]
 
     @classmethod
     def of_model(
-        cls, model_class: type[Decoder], config: ModelConfig, *, stack_layers: bool, **options
+        cls, model_class: type[Decoder], config: ModelConfig, *, stack: Stack, **options
     ) -> "WeightLayout":
-        """The layout of a model that is built without memory; options go to its constructor."""
+        """The layout of a model that is built without memory.
+
+        Args:
+          model_class: its family.
+          config: its numbers.
+          stack: which parameters of equal shape are kept as one array for all layers.
+          options: go to the model's constructor.
+        """
         model = nnx.eval_shape(lambda: model_class(config, **options))
         graphdef, state = nnx.split(model)
         variables = [variable for _, variable in nnx.to_flat_state(state)]
@@ -63,7 +73,7 @@ class WeightLayout:
             Leaf(path, value.shape, value.dtype.name, variable.get_metadata()["logical_axes"], None)
             for path, value, variable in zip(paths, values, variables, strict=True)
         ]
-        return cls(graphdef, treedef, parameters, model.head_path, stack_layers)
+        return cls(graphdef, treedef, parameters, model.head_path, stack)
 
     def merge(self, leaves: Sequence[jax.Array]) -> Decoder:
         """The model, inside a trace, from arrays in the order of `leaves`."""
@@ -88,20 +98,23 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all parameters."""
         return sum(int(np.prod(p.shape)) * jnp.dtype(p.dtype).itemsize for p in self._parameters)
 
     def _select(self, leaves: Sequence[jax.Array], path: str) -> jax.Array:
         index, layer = self.locate(path)
         return leaves[index] if layer is None else leaves[index][layer]
 
-    def _pack_leaves(self) -> tuple[Leaf, ...]:
+    def _pack_leaves(self, stack: Stack) -> tuple[Leaf, ...]:
         by_stack: dict[str, list[Leaf]] = {}
         for parameter in self._parameters:
             by_stack.setdefault(_stacked_path(parameter.path), []).append(parameter)
         packed: list[Leaf] = []
         for path, members in by_stack.items():
             first = members[0]
-            if path == first.path or len({(m.shape, m.dtype) for m in members}) > 1:
+            is_wanted = stack == "all" or (stack == "vectors" and len(first.shape) == 1)
+            is_equal = len({(m.shape, m.dtype) for m in members}) == 1
+            if path == first.path or not (is_wanted and is_equal):
                 packed.extend(members)
                 continue
             shape, axes = (len(members), *first.shape), ("layers", *first.axes)
@@ -154,31 +167,37 @@ class WeightStore:
         if existing is not None:
             return existing
         leaf = self.layout.leaves[index]
-        return self._sharder.zeros(self._sharder.abstract(leaf.shape, leaf.dtype, leaf.axes))
+        abstract = self._sharder.abstract(leaf.shape, leaf.dtype, leaf.axes)
+        return self._sharder.zeros(abstract)
 
 
 def make_dummy_leaves(layout: WeightLayout, sharder: Sharder, seed: int) -> list[jax.Array]:
     """Random weights made on the device: norms are ones, the rest normal with deviation 0.02."""
-
-    def make(leaf: Leaf, index: int) -> jax.Array:
-        if leaf.path.endswith("norm.weight"):
-            return jnp.ones(leaf.shape, leaf.dtype)
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        return _normal(key, leaf.shape, jnp.dtype(leaf.dtype))
-
     arrays = []
     for index, leaf in enumerate(layout.leaves):
-        out = sharder.sharding(leaf.axes)
-        arrays.append(jax.jit(lambda leaf=leaf, i=index: make(leaf, i), out_shardings=out)())
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        make = _dummy_maker(leaf.shape, leaf.dtype, sharder.sharding(leaf.axes))
+        is_norm = leaf.path.endswith("norm.weight")
+        arrays.append(make(key, 1.0 if is_norm else 0.0, 0.0 if is_norm else 0.02))
     return arrays
 
 
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """A stack is drawn slice by slice, so that the random bits never take a stack's memory."""
-    if len(shape) < 3:
-        return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
-    keys = jax.random.split(key, shape[0])
-    return jax.lax.map(lambda k: jax.random.normal(k, shape[1:], dtype) * dtype.type(0.02), keys)
+@functools.cache
+def _dummy_maker(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding):
+    """A jitted `(key, mean, deviation) -> array`; leaves of one shape share the program.
+
+    A stack is drawn slice by slice, so that the random bits never take a stack's memory.
+    """
+
+    def make(key: jax.Array, mean: float, deviation: float) -> jax.Array:
+        def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+            return (jax.random.normal(key, shape) * deviation + mean).astype(dtype)
+
+        if len(shape) < 3:
+            return draw(key, shape)
+        return jax.lax.map(lambda k: draw(k, shape[1:]), jax.random.split(key, shape[0]))
+
+    return jax.jit(make, out_shardings=sharding)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -85,13 +85,14 @@ def make_bucket_table(
       max_num_seqs: largest S.
       max_num_batched_tokens: largest T.
       smallest_row_bucket: 8 on GPUs, where one row costs more than eight (measured); 1 on CPU.
-      row_buckets: S of pure decode steps; powers of two when not given.
+      row_buckets: S of pure decode steps; when not given powers of two, and two sizes between
+        the large ones, where padding costs most.
       token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
     """
     if row_buckets is None:
-        row_buckets = _powers_of_two(smallest_row_bucket, max_num_seqs, 2)
+        row_buckets = _powers_of_two(smallest_row_bucket, max_num_seqs) + [384, 768]
     if token_buckets is None:
-        token_buckets = _powers_of_two(128, max_num_batched_tokens, 2)
+        token_buckets = _powers_of_two(128, max_num_batched_tokens)
     return BucketTable(
         row_buckets=_closed(row_buckets, max_num_seqs),
         token_buckets=_closed(token_buckets, max_num_batched_tokens),
@@ -99,10 +100,10 @@ def make_bucket_table(
     )
 
 
-def _powers_of_two(first: int, limit: int, factor: int) -> list[int]:
+def _powers_of_two(first: int, limit: int) -> list[int]:
     sizes = [first]
-    while sizes[-1] * factor <= limit:
-        sizes.append(sizes[-1] * factor)
+    while sizes[-1] * 2 <= limit:
+        sizes.append(sizes[-1] * 2)
     return sizes
 
 

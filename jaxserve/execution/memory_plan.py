@@ -8,8 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from jaxserve.errors import EngineConfigError
 from models.kv_cache import CacheGeometry
@@ -57,7 +56,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def free_device_bytes(device: jax.Device) -> tuple[int, int] | None:
+def free_device_bytes(device: Any) -> tuple[int, int] | None:
     """(free, limit) bytes of a device's memory pool; None where it does not tell."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 COMPILE_STACK_BYTES = 64 << 20
 """XLA's lowering recurses deeper than a thread's default stack."""
 
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+"""The pass counts the donated cache twice, finds it too large, and tries in vain to shrink it."""
+
 ProgramKey = tuple[str, Bucket | int | None, SampleMode | None]
 
 
@@ -133,7 +136,7 @@ class ProgramTable:
         else:
             assert kind == "admit", key
             lowered = self._lower_admit()
-        return key, lowered.compile()
+        return key, lowered.compile(compiler_options=COMPILER_OPTIONS)
 
     def _lower_forward(self, bucket: Bucket, mode: SampleMode | None) -> jax.stages.Lowered:
         """The forward pass, or with a mode its fusion with the sampler."""
@@ -195,9 +198,10 @@ class CompilationCounter:
 
     @property
     def count(self) -> int:
+        """Compilations so far."""
         return type(self)._total - self._start
 
     @classmethod
-    def _on_event(cls, event: str, duration: float, **_) -> None:
+    def _on_event(cls, event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             cls._total += 1

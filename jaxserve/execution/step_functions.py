@@ -105,7 +105,7 @@ class StepFunctions:
         state: DeviceState,
         packed: jax.Array,
     ) -> tuple[jax.Array, KVCache, DeviceState]:
-        """forward and sample in one program, for pure decode steps."""
+        """Forward and sample in one program, for pure decode steps."""
         hidden, slot_ids, cache, state = self.forward(layout, leaves, cache, state, packed)
         head = leaves[self.weights.head_index]
         result, state = self.sample(mode, head, hidden, slot_ids, state)

@@ -56,7 +56,7 @@ def _read_buckets(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _chosen_tests(arguments: argparse.Namespace) -> list[str]:
     of_kind = LATENCY if arguments.kind == "latency" else THROUGHPUT
-    names = arguments.tests.split(",") if arguments.tests else list(of_kind)
+    names: list[str] = arguments.tests.split(",") if arguments.tests else list(of_kind)
     for name in names:
         if name not in of_kind:
             rule = f"must be among {', '.join(of_kind)}"

@@ -1,5 +1,7 @@
 """The whole engine against transformers' float32 answers on tiny random checkpoints."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,26 +10,26 @@ from models.attention import attention_kernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.kv_cache import allocate_cache, cache_geometries
+from models.layers import compute_logits
 from models.loading.checkpoint import CheckpointLoader
 from models.loading.safetensors import SafetensorsFolder
 from models.registry import model_class
 from models.sharding import Sharder, make_mesh
-from models.layers import compute_logits
-from models.weight_layout import WeightLayout, WeightStore
+from models.weight_layout import Stack, WeightLayout, WeightStore
 from tests.engine_runs import generate, greedy, make_engine
 from tests.goldens_loader import GOLDEN_NAMES, load_golden
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 
 
-def load_model(folder, *, stack_layers: bool):
+def load_model(folder: Path, stack: Stack):
     source = SafetensorsFolder(folder)
     config = ModelConfig.from_dict(source.config_dict())
     sharder = Sharder(make_mesh())
     layout = WeightLayout.of_model(
         model_class(config.architecture),
         config,
-        stack_layers=stack_layers,
+        stack=stack,
         dtype="float32",
         kernels=attention_kernels("xla", "cpu"),
     )
@@ -55,7 +57,9 @@ def prompt_batch(prompt: tuple[int, ...]) -> ForwardBatch:
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_logits_of_all_positions_equal_those_of_transformers(name: str) -> None:
     golden = load_golden(name)
-    layout, leaves, cache = load_model(golden.folder, stack_layers=name.startswith("llama"))
+    layout, leaves, cache = load_model(
+        golden.folder, "all" if name.startswith("llama") else "vectors"
+    )
     for case in golden.logits:
         hidden, _ = layout.merge(leaves)(prompt_batch(case.prompt), cache)
         logits = np.asarray(compute_logits(leaves[layout.head_index], hidden))
@@ -79,7 +83,8 @@ VARIANTS = {
     "a larger stored head dim": ("qwen3_sharded", {"stored_head_dim": 128}),
     "one step in flight": ("llama_linear_rope", {"max_steps_in_flight": 1}),
     "three steps in flight": ("llama_gqa", {"max_steps_in_flight": 3}),
-    "weights that are not stacked": ("qwen3_tied", {"stack_layers": False}),
+    "stacked weights": ("qwen3_tied", {"stacked_weights": "all"}),
+    "stacked vectors": ("llama_mha_head_dim_80", {"stacked_weights": "vectors"}),
     "more buckets": ("llama_gqa", {"row_buckets": (1, 4, 8), "token_buckets": (16, 32, 64)}),
 }
 
