@@ -44,22 +44,20 @@ LIMIT = {
 }
 
 
-def run_shape(shape: str, kinds: tuple[str, ...], flags: list[str], timeout: float) -> list[dict]:
+def run_shape(shape: str, flags: list[str], timeout: float) -> list[dict]:
     """The JSON lines of one shape; a failing process leaves those it had printed."""
-    lines = []
-    for kind in kinds:
-        command = [sys.executable, "-m", "server.cli.main", "bench", kind]
-        command += ["--model", str(HERE / "shapes" / shape), "--load-format", "dummy"]
-        command += ["--skip-tokenizer-init", "--max-model-len", "4096", *flags]
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, timeout=timeout, cwd=HERE.parent
-            )
-            text = done.stdout
-        except subprocess.TimeoutExpired as expired:
-            text = expired.stdout.decode() if isinstance(expired.stdout, bytes) else ""
-            print(f"{shape} {kind}: not finished after {timeout:.0f} s", flush=True)
-        lines += [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    command = [sys.executable, "-m", "server.cli.main", "bench", "all"]
+    command += ["--model", str(HERE / "shapes" / shape), "--load-format", "dummy"]
+    command += ["--skip-tokenizer-init", "--max-model-len", "4096", *flags]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=timeout, cwd=HERE.parent
+        )
+        text = done.stdout
+    except subprocess.TimeoutExpired as expired:
+        text = expired.stdout.decode() if isinstance(expired.stdout, bytes) else ""
+        print(f"{shape}: not finished after {timeout:.0f} s", flush=True)
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return [line | {"shape": shape} for line in lines]
 
 
@@ -81,13 +79,12 @@ def main() -> None:
     """Run, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--kinds", default="latency,throughput")
     parser.add_argument("--out", help="folder for the JSON lines")
     parser.add_argument("--timeout", type=float, default=1200)
     arguments, flags = parser.parse_known_args()
     results = []
     for shape in arguments.shapes.split(","):
-        results += run_shape(shape, tuple(arguments.kinds.split(",")), flags, arguments.timeout)
+        results += run_shape(shape, flags, arguments.timeout)
     print_table(results)
     if arguments.out:
         path = Path(arguments.out) / f"bench_{time.strftime('%Y%m%d_%H%M%S')}.jsonl"

@@ -24,8 +24,15 @@ logger = logging.getLogger(__name__)
 COMPILE_STACK_BYTES = 64 << 20
 """XLA's lowering recurses deeper than a thread's default stack."""
 
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+Options = dict[str, str | bool | int]
+
+COMPILER_OPTIONS: Options = {"xla_disable_hlo_passes": "rematerialization"}
 """The pass counts the donated cache twice, finds it too large, and tries in vain to shrink it."""
+LIBRARY_PRODUCTS: Options = {"xla_gpu_enable_triton_gemm": False}
+"""cuBLAS for all products: nothing to gain from generated ones, and far less to autotune."""
+NO_AUTOTUNING: Options = {"xla_gpu_autotune_level": 0}
+MAX_ROWS_OF_GENERATED_PRODUCTS = 64
+"""Below it XLA's own products beat cuBLAS (docs/performance.md)."""
 
 ProgramKey = tuple[str, Bucket | int | None, SampleMode | None]
 
@@ -101,21 +108,28 @@ class ProgramTable:
         Returns:
           Seconds taken.
         """
-        start = time.monotonic()
+        start, counter = time.monotonic(), CompilationCounter()
         keys = [key for key in self.keys() if key not in self._programs]
-        done = 0
+        # The forward passes go first: later programs find their products autotuned.
+        first = [key for key in keys if key[0] == "forward"]
+        rest = [key for key in keys if key[0] != "forward"]
         previous = threading.stack_size(COMPILE_STACK_BYTES)
         try:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
-                for key, compiled in pool.map(self._compile, keys):
-                    self._programs[key] = compiled
-                    done += 1
-                    if progress is not None:
-                        progress(done, len(keys))
+                for wave in (first, rest):
+                    for key, compiled in pool.map(self._compile, wave):
+                        self._programs[key] = compiled
+                        if progress is not None:
+                            progress(len(self._programs), len(keys))
         finally:
             threading.stack_size(previous)
         seconds = time.monotonic() - start
-        logger.info("compiled %d programs in %.1f s", len(keys), seconds)
+        logger.info(
+            "%d programs ready in %.1f s, %d of them found in the compilation cache",
+            len(keys),
+            seconds,
+            counter.num_cache_hits,
+        )
         return seconds
 
     def measure_temporaries(self) -> int:
@@ -125,10 +139,13 @@ class ProgramTable:
             ("forward", largest, None),
             ("sample", largest.num_rows, SampleMode.FULL),
         ]
-        return max(_temporary_bytes(self._compile(key)[1]) for key in keys)
+        return max(_temporary_bytes(self._compile(key, NO_AUTOTUNING)[1]) for key in keys)
 
-    def _compile(self, key: ProgramKey) -> tuple[ProgramKey, Compiled]:
+    def _compile(
+        self, key: ProgramKey, options: Options | None = None
+    ) -> tuple[ProgramKey, Compiled]:
         kind, shape, mode = key
+        start = time.monotonic()
         if isinstance(shape, Bucket):
             lowered = self._lower_forward(shape, mode)
         elif shape is not None and mode is not None:
@@ -136,7 +153,15 @@ class ProgramTable:
         else:
             assert kind == "admit", key
             lowered = self._lower_admit()
-        return key, lowered.compile(compiler_options=COMPILER_OPTIONS)
+        lowered_at = time.monotonic()
+        compiled = lowered.compile(compiler_options=_compiler_options(shape) | (options or {}))
+        logger.debug(
+            "%s %s %s: lowered in %.1f s, compiled in %.1f s",
+            *(kind, shape, mode),
+            lowered_at - start,
+            time.monotonic() - lowered_at,
+        )
+        return key, compiled
 
     def _lower_forward(self, bucket: Bucket, mode: SampleMode | None) -> jax.stages.Lowered:
         """The forward pass, or with a mode its fusion with the sampler."""
@@ -174,6 +199,15 @@ class ProgramTable:
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
+def _compiler_options(shape: Bucket | int | None) -> Options:
+    if jax.default_backend() != "gpu":
+        return dict(COMPILER_OPTIONS)
+    if isinstance(shape, Bucket) and shape.is_decode_only:
+        if shape.num_rows <= MAX_ROWS_OF_GENERATED_PRODUCTS:
+            return dict(COMPILER_OPTIONS)
+    return COMPILER_OPTIONS | LIBRARY_PRODUCTS
+
+
 def _temporary_bytes(compiled: Compiled) -> int:
     """Bytes that a call needs beside its arguments; 0 where the backend does not tell."""
     analysis = compiled.memory_analysis()
@@ -186,22 +220,35 @@ def _temporary_bytes(compiled: Compiled) -> int:
 class CompilationCounter:
     """Counts XLA compilations of this process since it was made; serving must add none."""
 
-    _total = 0
+    _num_compilations = 0
+    _num_cache_hits = 0
     _is_listening = False
 
     def __init__(self):
         cls = type(self)
         if not cls._is_listening:
-            jax.monitoring.register_event_duration_secs_listener(cls._on_event)
+            jax.monitoring.register_event_duration_secs_listener(cls._on_duration)
+            jax.monitoring.register_event_listener(cls._on_event)
             cls._is_listening = True
-        self._start = cls._total
+        self._compilations_before = cls._num_compilations
+        self._hits_before = cls._num_cache_hits
 
     @property
     def count(self) -> int:
-        """Compilations so far."""
-        return type(self)._total - self._start
+        """Programs that were compiled, or found in the persistent cache."""
+        return type(self)._num_compilations - self._compilations_before
+
+    @property
+    def num_cache_hits(self) -> int:
+        """Programs that were found in the persistent cache."""
+        return type(self)._num_cache_hits - self._hits_before
 
     @classmethod
-    def _on_event(cls, event: str, duration_secs: float, **_: str | int) -> None:
+    def _on_duration(cls, event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            cls._total += 1
+            cls._num_compilations += 1
+
+    @classmethod
+    def _on_event(cls, event: str, **_: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            cls._num_cache_hits += 1

@@ -9,12 +9,13 @@ from server.bench.measure import measure
 from server.bench.workloads import LATENCY, THROUGHPUT, WORKLOADS
 from server.cli.arguments import add_engine_arguments, engine_config
 
+KINDS = {"latency": LATENCY, "throughput": THROUGHPUT, "all": LATENCY + THROUGHPUT}
 HELP = "time fixed workloads in this process"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.add_argument("kind", choices=("latency", "throughput"), help="which workloads")
+    parser.add_argument("kind", choices=tuple(KINDS), help="which workloads")
     parser.add_argument("--tests", help="only these, separated by commas")
     parser.add_argument("--runs", type=int, default=3, help="timed calls of each (default: 3)")
     parser.add_argument("--text", action="store_true", help="text in and out, not token ids")
@@ -55,7 +56,7 @@ def _read_buckets(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _chosen_tests(arguments: argparse.Namespace) -> list[str]:
-    of_kind = LATENCY if arguments.kind == "latency" else THROUGHPUT
+    of_kind = KINDS[arguments.kind]
     names: list[str] = arguments.tests.split(",") if arguments.tests else list(of_kind)
     for name in names:
         if name not in of_kind:

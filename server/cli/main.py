@@ -31,6 +31,9 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = _Parser(prog="jaxserve", description="LLM inference in JAX for NVIDIA GPUs.")
     parser.add_argument("-v", "--version", action="version", version=f"jaxserve {__version__}")
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning"), help="of this package"
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
@@ -45,9 +48,10 @@ def main(words: Sequence[str] | None = None) -> int:
     Returns:
       0, or 2 after an error that the user can mend, or 130 after Ctrl-C.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("jax").setLevel(logging.WARNING)
     arguments = make_parser().parse_args(words)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for package in ("jaxserve", "models", "server"):
+        logging.getLogger(package).setLevel(arguments.log_level.upper())
     try:
         return arguments.run(arguments)
     except JaxServeError as error:
