@@ -11,6 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.cacheable_kernels import make_kernels_cacheable
+
+make_kernels_cacheable()
+
 STORED_HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 TILE_ROWS = 64  # rows of one WGMMA
