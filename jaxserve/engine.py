@@ -1,15 +1,18 @@
 """Engine: add, abort, step. The page to read first."""
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
 from random import Random
 
-from jaxserve.execution.batch_builder import BatchBuilder, PackedBatch
+from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.model_runner import ModelRunner, StepHandle
 from jaxserve.request import FinishReason, Request, Sequence
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.step import SchedulerOutput, SequenceUpdate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -61,7 +64,7 @@ class Engine:
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._random = Random(seed)
-        self._aborted: list[SequenceUpdate] = []
+        self._updates: list[SequenceUpdate] = []
         self.times = StepTimes()
 
     def add(self, request: Request) -> None:
@@ -92,7 +95,7 @@ class Engine:
         num_output_tokens: int | None = None,
     ) -> None:
         """End a request or one of its sequences; see `Scheduler.abort`. The next step tells."""
-        self._aborted += self.scheduler.abort(
+        self._updates += self.scheduler.abort(
             request_id,
             index,
             finish_reason=finish_reason,
@@ -106,17 +109,16 @@ class Engine:
             output = self._schedule()
             if output is None:
                 break
-            self._in_flight.append((output, self._dispatch(self._build(output))))
-        updates, self._aborted = self._aborted, []
+            self._start(output)
         if self._in_flight:
-            output, handle = self._in_flight.popleft()
-            updates += self._commit(output, handle)
+            self._finish(*self._in_flight.popleft())
+        updates, self._updates = self._updates, []
         return updates
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would bring something."""
-        return bool(self._in_flight or self._aborted or self.scheduler.has_unfinished)
+        return bool(self._in_flight or self._updates or self.scheduler.has_unfinished)
 
     def _schedule(self) -> SchedulerOutput | None:
         start = time.perf_counter()
@@ -124,27 +126,38 @@ class Engine:
         self.times.schedule += time.perf_counter() - start
         return output
 
-    def _build(self, output: SchedulerOutput) -> PackedBatch:
-        start = time.perf_counter()
-        batch = self._builder.build(output)
-        self.times.build += time.perf_counter() - start
-        return batch
-
-    def _dispatch(self, batch: PackedBatch) -> StepHandle:
-        start = time.perf_counter()
-        handle = self.runner.dispatch(batch)
-        times = self.times
-        times.dispatch += time.perf_counter() - start
+    def _start(self, output: SchedulerOutput) -> None:
+        """Build and dispatch a step; one that raises ends its own sequences and no others."""
+        times, start = self.times, time.perf_counter()
+        try:
+            batch = self._builder.build(output)
+            built = time.perf_counter()
+            handle = self.runner.dispatch(batch)
+        except Exception as error:
+            self._fail(output, error)
+            return
+        self._in_flight.append((output, handle))
+        times.build += built - start
+        times.dispatch += time.perf_counter() - built
         times.num_steps += 1
         times.num_tokens += batch.num_tokens
         times.num_padded_tokens += batch.bucket.num_tokens
-        return handle
 
-    def _commit(self, output: SchedulerOutput, handle: StepHandle) -> list[SequenceUpdate]:
-        start = time.perf_counter()
-        result = self.runner.collect(handle)
+    def _finish(self, output: SchedulerOutput, handle: StepHandle) -> None:
+        """Collect and commit a step."""
+        times, start = self.times, time.perf_counter()
+        try:
+            result = self.runner.collect(handle)
+        except Exception as error:
+            self._fail(output, error)
+            return
         collected = time.perf_counter()
-        updates = self.scheduler.commit(output, result)
-        self.times.collect += collected - start
-        self.times.commit += time.perf_counter() - collected
-        return updates
+        self._updates += self.scheduler.commit(output, result)
+        times.collect += collected - start
+        times.commit += time.perf_counter() - collected
+
+    def _fail(self, output: SchedulerOutput, error: Exception) -> None:
+        ids = [row.sequence.request.request_id for row in output.rows]
+        logger.exception("the step of requests %s failed", ids, exc_info=error)
+        message = f"the step failed: {type(error).__name__}"
+        self._updates += self.scheduler.fail_step(output, message)

@@ -12,7 +12,6 @@ import functools
 from jax.experimental.mosaic.gpu import core
 from jax.extend.mlir import ir, passmanager
 
-
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
@@ -31,5 +30,5 @@ def make_kernels_cacheable() -> None:
             module.operation.attributes[_DUMP_NAME] = name
         return serialise(module, **options)
 
-    strip_and_serialise.is_cacheable = True  # pyright: ignore[reportFunctionMemberAccess]
+    strip_and_serialise.is_cacheable = True  # pyright: ignore[reportAttributeAccessIssue]
     core._run_serde_pass = strip_and_serialise

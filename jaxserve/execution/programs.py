@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import jax
@@ -111,13 +111,16 @@ class ProgramTable:
         start, counter = time.monotonic(), CompilationCounter()
         keys = [key for key in self.keys() if key not in self._programs]
         # The forward passes go first: later programs find their products autotuned.
-        first = [key for key in keys if key[0] == "forward"]
-        rest = [key for key in keys if key[0] != "forward"]
+        forwards = [key for key in keys if key[0] == "forward"]
+        others = [key for key in keys if key[0] != "forward"]
         previous = threading.stack_size(COMPILE_STACK_BYTES)
         try:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
-                for wave in (first, rest):
-                    for key, compiled in pool.map(self._compile, wave):
+                for wave in (forwards, others):
+                    # Lowering in threads is slower: it holds the GIL.
+                    running = [pool.submit(_compile, key, self._lower(key)) for key in wave]
+                    for future in as_completed(running):
+                        key, compiled = future.result()
                         self._programs[key] = compiled
                         if progress is not None:
                             progress(len(self._programs), len(keys))
@@ -139,29 +142,17 @@ class ProgramTable:
             ("forward", largest, None),
             ("sample", largest.num_rows, SampleMode.FULL),
         ]
-        return max(_temporary_bytes(self._compile(key, NO_AUTOTUNING)[1]) for key in keys)
+        compiled = [_compile(key, self._lower(key), NO_AUTOTUNING)[1] for key in keys]
+        return max(map(_temporary_bytes, compiled))
 
-    def _compile(
-        self, key: ProgramKey, options: Options | None = None
-    ) -> tuple[ProgramKey, Compiled]:
+    def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
         kind, shape, mode = key
-        start = time.monotonic()
         if isinstance(shape, Bucket):
-            lowered = self._lower_forward(shape, mode)
-        elif shape is not None and mode is not None:
-            lowered = self._lower_sample(shape, mode)
-        else:
-            assert kind == "admit", key
-            lowered = self._lower_admit()
-        lowered_at = time.monotonic()
-        compiled = lowered.compile(compiler_options=_compiler_options(shape) | (options or {}))
-        logger.debug(
-            "%s %s %s: lowered in %.1f s, compiled in %.1f s",
-            *(kind, shape, mode),
-            lowered_at - start,
-            time.monotonic() - lowered_at,
-        )
-        return key, compiled
+            return self._lower_forward(shape, mode)
+        if shape is not None and mode is not None:
+            return self._lower_sample(shape, mode)
+        assert kind == "admit", key
+        return self._lower_admit()
 
     def _lower_forward(self, bucket: Bucket, mode: SampleMode | None) -> jax.stages.Lowered:
         """The forward pass, or with a mode its fusion with the sampler."""
@@ -197,6 +188,15 @@ class ProgramTable:
     @staticmethod
     def _shardings(tree):
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _compile(
+    key: ProgramKey, lowered: jax.stages.Lowered, options: Options | None = None
+) -> tuple[ProgramKey, Compiled]:
+    start = time.monotonic()
+    compiled = lowered.compile(compiler_options=_compiler_options(key[1]) | (options or {}))
+    logger.debug("%s %s %s compiled in %.1f s", *key, time.monotonic() - start)
+    return key, compiled
 
 
 def _compiler_options(shape: Bucket | int | None) -> Options:
