@@ -1,9 +1,12 @@
 """EngineConfig: what an engine is asked to be; no JAX."""
 
+import difflib
+import math
+import types
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args, get_origin
 
-from jaxserve.errors import EngineConfigError
+from jaxserve.errors import EngineConfigError, describe_value
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
@@ -36,7 +39,9 @@ class EngineConfig:
     dtype: str = _flag("auto", "type of weights and computation", "model")
     hf_overrides: dict[str, Any] | None = _flag(None, "values that replace config.json's", "model")
     generation_config: str = _flag(
-        "auto", "default sampling from the model's generation_config.json, or vllm: none", "model"
+        "auto",
+        "default sampling: the model's generation_config.json, another folder's, or vllm: none",
+        "model",
     )
     chat_template: str | None = _flag(None, "path or text of a Jinja chat template", "model")
     seed: int = _flag(0, "of dummy weights and of requests without a seed", "model")
@@ -72,17 +77,16 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, self._checked_sizes(name, value))
+        for item in fields(self):
+            self._check_type(item.name, item.type)
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_choice("dtype", DTYPES)
-        self._check_choice("generation_config", ("auto", "vllm"))
-        if self.stacked_weights is not None:
-            self._check_choice("stacked_weights", ("none", "vectors", "all"))
-        if self.attention_backend is not None:
-            self._check_choice("attention_backend", BACKENDS)
+        self._check_choice("stacked_weights", (None, "none", "vectors", "all"))
+        self._check_choice("attention_backend", (None, *BACKENDS))
         for name in _POSITIVE:
             self._check_int(name, 1)
         self._check_int("long_prefill_token_threshold", 0)
-        self._check_int("seed", -(2**63))
+        self._check_int("seed", -(2**63), 2**63 - 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise self._error("gpu_memory_utilization", "must be in (0, 1]")
         if self.block_size & (self.block_size - 1) or not 16 <= self.block_size <= 128:
@@ -104,30 +108,57 @@ class EngineConfig:
             if name in known:
                 continue
             if name not in _NOT_YET:
-                raise EngineConfigError(f"{name} must be an engine argument; got {value!r}")
-            if value not in _NOT_YET[name]:
-                raise EngineConfigError(f"{name} is not supported in this release; got {value!r}")
+                close = difflib.get_close_matches(name, sorted(known), n=1)
+                advice = f"; did you mean {close[0]}?" if close else ""
+                raise EngineConfigError(f"keywords must be engine arguments; got {name}{advice}")
+            is_plain = isinstance(value, str | int | float | list | tuple | dict | None)
+            if not is_plain or value not in _NOT_YET[name]:
+                raise EngineConfigError(
+                    f"{name} is not supported in this release; got {describe_value(value)}"
+                )
         return cls(**{name: value for name, value in keywords.items() if name in known})
 
     def _checked_sizes(self, name: str, value: Any) -> tuple[int, ...]:
-        sizes = tuple(value)
-        if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
-            raise EngineConfigError(f"{name} must be positive integers; got {value!r}")
-        return tuple(sorted(set(sizes)))
+        is_list = isinstance(value, list | tuple) and len(value) > 0
+        if not is_list or any(type(size) is not int or size < 1 for size in value):
+            raise self._error(name, "must be a list of positive integers")
+        return tuple(sorted(set(value)))
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        if getattr(self, name) not in choices:
-            raise self._error(name, f"must be one of {', '.join(choices)}")
-
-    def _check_int(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if value is None:
+    def _check_type(self, name: str, annotation: Any) -> None:
+        """Check the kind of a value against the field's annotation."""
+        value, kinds = getattr(self, name), (annotation,)
+        if isinstance(annotation, types.UnionType):
+            kinds = get_args(annotation)
+        plain = tuple(get_origin(kind) or kind for kind in kinds)
+        if float in plain:
+            plain += (int,)
+        if isinstance(value, plain) and not (isinstance(value, bool) and bool not in plain):
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self._error(name, f"must be an integer of at least {low}")
+        raise self._error(name, f"must be {_NAME_OF_KIND[plain[0]]}")
+
+    def _check_choice(self, name: str, choices: tuple[str | None, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise self._error(name, f"must be one of {', '.join(filter(None, choices))}")
+
+    def _check_int(self, name: str, low: int, high: float = math.inf) -> None:
+        value = getattr(self, name)
+        if value is not None and value < low:
+            raise self._error(name, f"must be at least {low}")
+        if value is not None and value > high:
+            raise self._error(name, f"must be at most {high}")
 
     def _error(self, name: str, rule: str) -> EngineConfigError:
-        return EngineConfigError(f"{name} {rule}; got {getattr(self, name)!r}")
+        return EngineConfigError(f"{name} {rule}; got {describe_value(getattr(self, name))}")
+
+
+_NAME_OF_KIND = {
+    str: "text (objects are not supported in this release)",
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    dict: "a dict (functions are not supported in this release)",
+    tuple: "a list of positive integers",
+}
 
 
 _POSITIVE = (
@@ -145,13 +176,17 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
     "tokenizer_mode": ("auto",),
-    "trust_remote_code": (False,),
+    "trust_remote_code": (False, True),
     "allowed_local_media_path": ("",),
     "allowed_media_domains": (None,),
     "quantization": (None,),
     "revision": (None,),
     "tokenizer_revision": (None,),
     "cpu_offload_gb": (0,),
+    "offload_group_size": (0,),
+    "offload_num_in_group": (1,),
+    "offload_prefetch_step": (1,),
+    "offload_params": (None,),
     "enforce_eager": (False,),
     "enable_return_routed_experts": (False,),
     "return_sampling_mask": (False,),
@@ -180,6 +215,7 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "enable_lora": (False,),
     "max_loras": (1,),
     "max_lora_rank": (16,),
+    "max_cpu_loras": (None,),
     "kv_cache_dtype": ("auto",),
     "download_dir": (None,),
     "served_model_name": (None,),
@@ -187,4 +223,7 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "override_generation_config": (None, {}),
     "kv_offloading_size": (None, 0),
 }
-"""vLLM's arguments that this release does not act on, with the values that ask nothing of it."""
+"""vLLM's arguments that this release does not act on, with the values that ask nothing of it.
+
+`trust_remote_code` only permits: no code of a model is ever run.
+"""

@@ -103,7 +103,8 @@ class _EngineBuilder:
         path = find_model(self.config.model)
         source = open_source(path, self.config.load_format)
         raw = source.config_dict() | (self.config.hf_overrides or {})
-        self.model = ModelConfig.from_dict(raw, str(path))
+        config_path = path / "config.json" if path.is_dir() else path
+        self.model = ModelConfig.from_dict(raw, str(config_path))
         self.cache_dir = configure_jax(
             gpu_memory_utilization=self.config.gpu_memory_utilization,
             compilation_cache_dir=self.config.compilation_cache_dir,
@@ -137,6 +138,11 @@ class _EngineBuilder:
         except ValueError as error:
             raise EngineConfigError(str(error)) from error
         self.is_gpu = jax.default_backend() == "gpu"
+        if self.is_gpu and self.config.tensor_parallel_size > 1:
+            raise EngineConfigError(
+                f"tensor_parallel_size is not supported on GPUs in this release; "
+                f"got {self.config.tensor_parallel_size}"
+            )
         self.dtype = _choose_dtype(self.config.dtype, self.model.dtype, self.is_gpu)
         if self.backend == "mosaic" and self.dtype == "float32":
             if self.config.attention_backend == "mosaic":
@@ -163,6 +169,11 @@ class _EngineBuilder:
             dtype=self.dtype,
             stored_head_dim=self.config.stored_head_dim,
         )
+        try:
+            self.layout.abstract(self.sharder)
+            abstract_cache(self.geometries, (2,) * len(self.geometries), self.sharder)
+        except ValueError as error:
+            raise EngineConfigError(str(error)) from error
 
     def _load(self, source: ModelSource) -> None:
         if self.config.load_format == "dummy":

@@ -1,49 +1,51 @@
 """LLM: the offline door, for notebooks and scripts."""
 
-import itertools
-import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import tqdm
-
 from jaxserve.config import EngineConfig
+from jaxserve.default_sampling import read_default_sampling
 from jaxserve.engine_client import InProcessClient
-from jaxserve.errors import EngineConfigError, InvalidRequestError
+from jaxserve.errors import EngineConfigError, InvalidRequestError, describe_value
 from jaxserve.execution.slot_record import MAX_STOP_IDS
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
-from jaxserve.prompts import ParsedPrompt, Prompt, check_prompt_ids, list_prompts, parse_prompt
-from jaxserve.request import Request
-from jaxserve.sampling_limits import SamplingLimits, resolve_sampling_params
+from jaxserve.progress import PromptProgress, StartProgress
+from jaxserve.prompts import Message, Prompt
+from jaxserve.request_loop import RequestLoop, Submission
+from jaxserve.request_maker import Params, RequestMaker
+from jaxserve.sampling_limits import SamplingLimits
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
-from jaxserve.text.chat_prompt import encode_chat
+from jaxserve.text.chat_template import check_chat_template
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from models.errors import ModelLoadError
+from models.loading.source import find_model, open_source
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.engine_builder import BuiltEngine
-
-type Message = Mapping[str, Any]
-type Params = SamplingParams | Sequence[SamplingParams] | None
-
-_GENERATION_CONFIG_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class LLM:
     """A model in this process: prompts in, finished outputs back, in order.
 
     Not safe to use from two threads at once.
+
+    Attributes:
+      config: as given.
+      model_config: the model's numbers.
+      supported_tasks: what the model can be asked.
     """
+
+    supported_tasks = ("generate",)
 
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
         dtype: str = "auto",
         seed: int = 0,
@@ -68,8 +70,8 @@ class LLM:
           EngineConfigError: an argument is not supported, or does not fit model or device.
         """
         config = EngineConfig.from_keywords(
-            model=None if model is None else os.fspath(model),
-            tokenizer=tokenizer,
+            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
+            tokenizer=os.fspath(tokenizer) if isinstance(tokenizer, os.PathLike) else tokenizer,
             skip_tokenizer_init=skip_tokenizer_init,
             dtype=dtype,
             seed=seed,
@@ -82,29 +84,47 @@ class LLM:
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """An LLM from a ready EngineConfig; raises as the constructor does."""
+        if not isinstance(config, EngineConfig):
+            raise EngineConfigError(f"config must be an EngineConfig; got {describe_value(config)}")
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """`from_config` under vLLM's name; EngineArgs is EngineConfig here."""
+        return cls.from_config(engine_args)
+
     def _start(self, config: EngineConfig) -> None:
+        """Read what is small first, so that mistakes are told before minutes of compilation."""
         from jaxserve.engine_builder import build_engine
 
-        with _StartProgress() as progress:
+        path = find_model(config.model)
+        open_source(path, config.load_format).config_dict()
+        self._tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, path)
+        default_params = read_default_sampling(config.generation_config, path)
+        chat_template = _read_chat_template(config.chat_template)
+        with StartProgress() as progress:
             self._built: BuiltEngine = build_engine(config, progress)
         self.config, self.model_config = config, self._built.model_config
-        self._tokenizer = None if config.skip_tokenizer_init else self._load_tokenizer()
-        self._client = InProcessClient(self._built.engine)
-        self._processor = OutputProcessor(self._tokenizer)
-        self._request_ids = map(str, itertools.count())
-        self._arrived: dict[str, list[RequestOutput]] = {}
-        self._eos_token_ids = self._find_eos_token_ids()
-        self._limits = SamplingLimits(
-            max_num_stop_token_ids=MAX_STOP_IDS - len(self._eos_token_ids),
+        of_tokenizer = self._tokenizer.eos_token_ids if self._tokenizer is not None else ()
+        eos_token_ids = tuple(dict.fromkeys((*self.model_config.eos_token_ids, *of_tokenizer)))
+        limits = SamplingLimits(
+            max_num_stop_token_ids=MAX_STOP_IDS - len(eos_token_ids),
             vocab_size=self.model_config.vocab_size,
             max_model_len=self._built.limits.max_model_len,
             max_logprobs=config.max_logprobs,
         )
-        self._chat_template = _read_chat_template(config.chat_template)
+        self._default_params = default_params
+        self._maker = RequestMaker(
+            tokenizer=self._tokenizer,
+            limits=limits,
+            eos_token_ids=eos_token_ids,
+            default_params=default_params,
+            chat_template=chat_template,
+        )
+        client = InProcessClient(self._built.engine)
+        self._loop = RequestLoop(client, OutputProcessor(self._tokenizer))
 
     @property
     def engine(self) -> "Engine":
@@ -115,6 +135,11 @@ class LLM:
     def built(self) -> "BuiltEngine":
         """What the start chose: limits, memory bill, seconds of each stage."""
         return self._built
+
+    @property
+    def output_seconds(self) -> float:
+        """Host seconds spent so far on making outputs of tokens."""
+        return self._loop.output_seconds
 
     @property
     def device_name(self) -> str:
@@ -157,9 +182,8 @@ class LLM:
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        vocab_size = self._limits.vocab_size
-        parsed = [parse_prompt(p, self._tokenizer, vocab_size) for p in list_prompts(prompts)]
-        return self._run(self._make_requests(parsed, sampling_params), use_tqdm)
+        submissions = self._maker.of_prompts(prompts, sampling_params, RequestOutputKind.FINAL_ONLY)
+        return self._run(submissions, use_tqdm)
 
     def chat(
         self,
@@ -169,10 +193,14 @@ class LLM:
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them.
 
@@ -183,28 +211,40 @@ class LLM:
           lora_request: not supported in this release.
           priority: not supported in this release.
           chat_template: text of a Jinja template, instead of the model's.
+          chat_template_content_format: "auto" and "string" give templates the content as text;
+            "openai" (as parts) is not supported in this release.
           add_generation_prompt: end the prompt where the assistant's answer begins.
           continue_final_message: continue the last message instead.
           tools: descriptions of functions, for templates that show them.
           chat_template_kwargs: further variables of the template.
+          tokenization_kwargs: not supported in this release.
+          mm_processor_kwargs: not supported in this release.
 
         Raises:
           InvalidRequestError: as `generate`; or the template refuses the messages, or is missing.
         """
-        _refuse_given(lora_request=lora_request, priority=priority)
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        parsed = [
-            self._render(
-                conversation,  # pyright: ignore[reportArgumentType]
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
+        _refuse_given(
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        if chat_template_content_format not in ("auto", "string"):
+            rule = "must be 'auto' or 'string' in this release"
+            raise InvalidRequestError.for_field(
+                "chat_template_content_format", rule, chat_template_content_format
             )
-            for conversation in conversations
-        ]
-        return self._run(self._make_requests(parsed, sampling_params), use_tqdm)
+        submissions = self._maker.of_chats(
+            messages,
+            sampling_params,
+            RequestOutputKind.FINAL_ONLY,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._run(submissions, use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -214,16 +254,17 @@ class LLM:
         Leaving the loop early ends the request.
 
         Raises:
-          InvalidRequestError: as `generate`.
+          InvalidRequestError: as `generate`, or it is more than one prompt.
         """
-        parsed = parse_prompt(prompt, self._tokenizer, self._limits.vocab_size)
-        return self._stream(parsed, sampling_params)
+        submissions = self._maker.of_prompts(prompt, sampling_params, RequestOutputKind.DELTA)
+        return self._stream(submissions)
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Answer one conversation, and give what is new after each step."""
-        return self._stream(self._render(messages), sampling_params)
+        """Answer one conversation, and give what is new after each step; raises as `chat`."""
+        submissions = self._maker.of_chats(messages, sampling_params, RequestOutputKind.DELTA)
+        return self._stream(submissions)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
@@ -237,169 +278,52 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: the model's generation config over defaults."""
-        path = self._built.path / "generation_config.json"
-        if self.config.generation_config == "vllm" or not path.is_file():
-            return SamplingParams()
-        values = json.loads(path.read_text())
-        return SamplingParams.from_optional(
-            **{name: values.get(name) for name in _GENERATION_CONFIG_FIELDS}, max_tokens=16
-        )
+        return self._default_params.clone()
 
-    def _render(self, messages: Sequence[Message], **options: Any) -> ParsedPrompt:
-        """The prompt of one conversation; BOS is there only if the template writes it."""
-        template = options.pop("chat_template", None) or self._chat_template
-        prompt = encode_chat(self.get_tokenizer(), messages, chat_template=template, **options)
-        return ParsedPrompt(tuple(prompt.token_ids), prompt.text)
-
-    def _load_tokenizer(self) -> Tokenizer:
-        path = self.config.tokenizer
-        return load_tokenizer(self._built.path if path is None else Path(path).expanduser())
-
-    def _find_eos_token_ids(self) -> tuple[int, ...]:
-        of_tokenizer = self._tokenizer.eos_token_ids if self._tokenizer is not None else ()
-        return tuple(dict.fromkeys((*self.model_config.eos_token_ids, *of_tokenizer)))
-
-    def _make_requests(
-        self, prompts: Sequence[ParsedPrompt], sampling_params: Params
-    ) -> list[tuple[Request, str | None]]:
-        params = self._params_of_each(prompts, sampling_params)
-        return [
-            (self._make_request(prompt, p), prompt.text)
-            for prompt, p in zip(prompts, params, strict=True)
-        ]
-
-    def _params_of_each(
-        self, prompts: Sequence[ParsedPrompt], sampling_params: Params
-    ) -> list[SamplingParams]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            rule = f"must be one, or one for each of {len(prompts)} prompts"
-            raise InvalidRequestError.for_field("sampling_params", rule, len(sampling_params))
-        return list(sampling_params)
-
-    def _make_request(self, prompt: ParsedPrompt, params: SamplingParams) -> Request:
-        token_ids = check_prompt_ids(prompt.token_ids, self._limits.vocab_size)
-        return Request(
-            request_id=next(self._request_ids),
-            prompt_token_ids=token_ids,
-            sampling_params=resolve_sampling_params(
-                params, self._limits, num_prompt_tokens=len(token_ids)
-            ),
-            eos_token_ids=self._eos_token_ids,
-            arrival_seconds=time.monotonic(),
-        )
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Devices that run the model; there is no data parallelism to leave out yet."""
+        return self.config.tensor_parallel_size
 
     def _run(
-        self, requests: list[tuple[Request, str | None]], use_tqdm: bool | Callable[..., Any]
+        self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
-        """Run requests to their ends."""
-        for request, _ in requests:
-            request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
-        ids = [request.request_id for request, _ in requests]
-        bar = _progress_bar(use_tqdm, len(requests))
-        try:
-            self._submit(requests)
-            num_shown = 0
-            while (num_finished := sum(bool(self._arrived[i]) for i in ids)) < len(ids):
-                if bar is not None:
-                    bar.update(num_finished - num_shown)
-                num_shown = num_finished
-                self._advance()
-            if bar is not None:
-                bar.update(len(ids) - num_shown)
-            return [self._arrived[i][0] for i in ids]
-        finally:
-            self._leave(ids)
-            if bar is not None:
-                bar.close()
+        with PromptProgress(use_tqdm, len(submissions)) as progress:
+            return self._loop.run(submissions, progress)
 
-    def _stream(
-        self, prompt: ParsedPrompt, sampling_params: SamplingParams | None
-    ) -> Iterator[RequestOutput]:
-        requests = self._make_requests([prompt], sampling_params)
-        requests[0][0].sampling_params.output_kind = RequestOutputKind.DELTA
-        return self._stream_request(requests)
-
-    def _stream_request(
-        self, requests: list[tuple[Request, str | None]]
-    ) -> Iterator[RequestOutput]:
-        request_id = requests[0][0].request_id
-        try:
-            self._submit(requests)
-            while True:
-                for output in self._arrived[request_id]:
-                    yield output
-                    if output.finished:
-                        return
-                self._arrived[request_id].clear()
-                self._advance()
-        finally:
-            self._leave([request_id])
-
-    def _submit(self, requests: list[tuple[Request, str | None]]) -> None:
-        for request, text in requests:
-            self._arrived[request.request_id] = []
-            self._processor.add(request, text)
-            self._client.add(request)
-
-    def _advance(self) -> None:
-        """One step; its outputs go to whoever waits for them."""
-        step = self._processor.process(self._client.updates())
-        for stop in step.aborts:
-            self._client.stop(stop)
-        for output in step.outputs:
-            self._arrived[output.request_id].append(output)
-
-    def _leave(self, request_ids: Sequence[str]) -> None:
-        """End what is unfinished, and wait for steps in flight when nobody else needs any."""
-        for request_id in request_ids:
-            self._arrived.pop(request_id, None)
-            if self._processor.drop(request_id):
-                self._client.abort(request_id)
-        if not self._arrived:
-            while self._client.has_unfinished:
-                self._client.updates()
+    def _stream(self, submissions: list[Submission]) -> Iterator[RequestOutput]:
+        if len(submissions) != 1:
+            raise InvalidRequestError.for_field(
+                "prompt", "must be one, since its outputs are streamed", len(submissions)
+            )
+        return self._loop.stream(submissions[0])
 
 
-class _StartProgress:
-    """Shows the compilation of an engine's programs as a bar."""
-
-    def __enter__(self) -> Self:
-        self._bar: tqdm.tqdm | None = None
-        return self
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != "compile" or total <= 1:
-            return
-        if self._bar is None:
-            self._bar = tqdm.tqdm(total=total, desc="compiling steps", leave=False)
-        self._bar.update(done - self._bar.n)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
-    if not use_tqdm:
-        return None
-    make = use_tqdm if callable(use_tqdm) else tqdm.tqdm
-    return make(total=total, desc="Processed prompts", dynamic_ncols=True)
+def _load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer:
+    if config.tokenizer is not None:
+        return load_tokenizer(Path(config.tokenizer).expanduser())
+    try:
+        return load_tokenizer(model_path)
+    except ModelLoadError as error:
+        raise ModelLoadError(
+            f"{error}; name one as tokenizer, or set skip_tokenizer_init to give token ids only"
+        ) from error
 
 
 def _read_chat_template(template: str | None) -> str | None:
-    """A template given as text, or as the path of a file."""
-    if template is None or "{" in template:
-        return template
+    """A template given as text, or as the path of a file; checked."""
+    if template is None:
+        return None
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
+        if "{" not in template:
+            template = Path(template).expanduser().read_text(encoding="utf-8")
+        check_chat_template(template)
+    except (OSError, UnicodeDecodeError) as error:
         raise EngineConfigError(
             f"chat_template must be a Jinja template or its file; got {template!r}"
         ) from error
+    except InvalidRequestError as error:
+        raise EngineConfigError(str(error)) from error
+    return template
 
 
 def _refuse_given(**arguments: Any) -> None:

@@ -1,5 +1,6 @@
 """One sequence as its client sees it: text, kept tokens, log-probabilities, and how it ended."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.outputs import CompletionOutput, Logprob
@@ -12,6 +13,12 @@ from jaxserve.text.text_stream import TextStream
 from jaxserve.text.tokenizer import Tokenizer
 
 
+def gathers_until_end(params: SamplingParams) -> bool:
+    """Whether nothing is shown of a request before its end, and no text can end it."""
+    is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+    return is_final_only and not params.stop_strings and params.logprobs is None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceOutput:
     """Text, tokens and log-probabilities of one sequence, and how much its client has of them.
@@ -21,6 +28,8 @@ class SequenceOutput:
       params: of the request.
       tokenizer: None when no text is wanted.
       stream: makes the text; None when no text is wanted.
+      gathers: see `gathers_until_end`; then tokens only gather, and the text is made of all of
+        them when the last update comes.
       text: so far, without what is held back because it may become a stop string.
       token_ids: so far, all kept.
       num_sent_chars, num_sent_tokens: what `make_completion` has shown.
@@ -31,6 +40,7 @@ class SequenceOutput:
     params: SamplingParams
     tokenizer: Tokenizer | None
     stream: TextStream | None
+    gathers: bool
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
@@ -63,6 +73,7 @@ class SequenceOutput:
             params=params,
             tokenizer=tokenizer,
             stream=stream,
+            gathers=gathers_until_end(params),
             logprobs=[] if has_logprobs else None,
             cumulative_logprob=0.0 if has_logprobs else None,
         )
@@ -83,7 +94,10 @@ class SequenceOutput:
         return num_unsent >= (self.params.stream_interval or 1)
 
     def take(self, update: SequenceUpdate) -> str | None:
-        """Take in an update; returns the stop string that its text completed, if any."""
+        """Take in an update; returns the stop string that its text completed, if any.
+
+        Updates that do not end a sequence that gathers go to `gather` instead.
+        """
         self.num_preemptions = max(self.num_preemptions, update.num_preemptions)
         num_kept, stop = self._take_text(update)
         if self.logprobs is not None:
@@ -95,6 +109,10 @@ class SequenceOutput:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
             self.error = update.error
         return stop
+
+    def gather(self, new_token_ids: Sequence[int]) -> None:
+        """Take in tokens that do not end the sequence."""
+        self.token_ids += new_token_ids
 
     def fail(self, message: str) -> None:
         """End it as an error."""
@@ -108,6 +126,8 @@ class SequenceOutput:
         is_stop = update.finish_reason is FinishReason.STOP
         if is_stop and not self.params.include_stop_str_in_output:
             token_ids = token_ids[:-1]
+        if self.gathers:
+            token_ids = (*self.token_ids, *token_ids)
         if token_ids:
             delta = self.stream.feed(token_ids)
             self.text += delta.text

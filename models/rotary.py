@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import ModelConfig, RopeScaling
+from models.config import ModelConfig
+from models.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:

@@ -65,7 +65,18 @@ class Sharder:
     def abstract(
         self, shape: Sequence[int], dtype: str | jnp.dtype, axes: Sequence[str | None]
     ) -> jax.ShapeDtypeStruct:
-        """The array's shape, dtype and sharding, without the array."""
+        """The array's shape, dtype and sharding, without the array.
+
+        Raises:
+          ValueError: an axis that is split does not divide over the devices.
+        """
+        for size, axis in zip(shape, axes, strict=True):
+            is_split = axis is not None and MESH_AXIS_OF[axis] is not None
+            if is_split and size % self.mesh.size:
+                raise ValueError(
+                    f"tensor_parallel_size must divide the model's {axis} = {size}; "
+                    f"got {self.mesh.size}"
+                )
         return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=self.sharding(axes))
 
     def replicated(self, shape: Sequence[int], dtype: str | jnp.dtype) -> jax.ShapeDtypeStruct:

@@ -157,6 +157,14 @@ class WeightStore:
             self._leaves[index] = _insert(self._stack(index), array, np.int32(layer))
         self._missing.discard(path)
 
+    def holds(self, path: str, value: np.ndarray) -> bool:
+        """Whether a parameter that was put is this value, in the model's type."""
+        index, layer = self.layout.locate(path)
+        leaf = self._leaves[index]
+        assert leaf is not None, path
+        array = leaf if layer is None else leaf[layer]
+        return np.array_equal(np.asarray(array), value.astype(array.dtype))
+
     def leaves(self) -> list[jax.Array]:
         """All arrays, in the layout's order."""
         assert not self._missing, self._missing

@@ -1,5 +1,7 @@
 """Small engines for tests, and the loop that drives them."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,10 @@ from jaxserve.engine import Engine
 from jaxserve.engine_builder import BuiltEngine, build_engine
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.step import SequenceUpdate
+from tests.goldens_loader import GOLDENS_FOLDER
 
 
 def make_engine(folder: Path, **settings: Any) -> BuiltEngine:
@@ -23,6 +28,31 @@ def make_engine(folder: Path, **settings: Any) -> BuiltEngine:
         "max_model_len": 256,
     }
     return build_engine(EngineConfig(model=str(folder), **(defaults | settings)))
+
+
+@functools.cache
+def shared_engine() -> BuiltEngine:
+    """The engine of llama_gqa, compiled once a process, for tests that leave it idle."""
+    return make_engine(GOLDENS_FOLDER / "llama_gqa")
+
+
+def with_scheduler(
+    built: BuiltEngine, *, num_pages: int = 257, seed: int = 0, **limits: Any
+) -> Engine:
+    """A new engine over the programs and arrays of an idle one, with other limits.
+
+    Args:
+      built: where programs and arrays come from; nothing is compiled.
+      num_pages: of the pool, the null page included; at most the cache's.
+      seed: of requests without a seed.
+      limits: fields of SchedulerConfig that differ.
+    """
+    old = built.engine
+    assert not old.has_unfinished
+    config = dataclasses.replace(old.scheduler._config, **limits)
+    scheduler = Scheduler(config, (PagePool(num_pages, 16),))
+    in_flight = config.max_steps_in_flight
+    return Engine(scheduler, old._builder, old.runner, max_steps_in_flight=in_flight, seed=seed)
 
 
 def greedy(max_tokens: int = 64, **settings: Any) -> SamplingParams:
@@ -61,7 +91,9 @@ def generate(
     for index, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
         add_request(engine, str(index), prompt, p)
     updates = drain(engine)
-    return [
-        tuple(token for u in updates[str(index), 0] for token in u.new_token_ids)
-        for index in range(len(prompts))
-    ]
+    return [tokens_of(updates[str(index), 0]) for index in range(len(prompts))]
+
+
+def tokens_of(updates: Sequence[SequenceUpdate]) -> tuple[int, ...]:
+    """All output tokens of one sequence's updates."""
+    return tuple(token for update in updates for token in update.new_token_ids)

@@ -102,8 +102,10 @@ class BatchBuilder:
             chunk = row.sequence.token_ids[row.start : stop]
             token_ids[position : position + len(chunk)] = chunk
             position += row.num_scheduled_tokens
-        if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self._vocab_size:
-            raise ValueError(f"token ids must be in [0, {self._vocab_size})")
+        lowest, highest = token_ids.min(initial=0), token_ids.max(initial=0)
+        if lowest < 0 or highest >= self._vocab_size:
+            got = lowest if lowest < 0 else highest
+            raise ValueError(f"token ids must be in [0, {self._vocab_size}); got {got}")
 
     def _pack_changes(
         self, layout: PackedLayout, views: dict[str, np.ndarray], rows: tuple[ScheduledRow, ...]

@@ -32,7 +32,7 @@ class Detokenizer:
             models put none; those that join tokens with spaces do.
         """
         self._tokenizer = tokenizer
-        self._skips_special = skip_special_tokens
+        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._keeps_spaces = skip_special_tokens or spaces_between_special_tokens
         self._was_added = False
         self._joiner = tokenizer.make_joiner()
@@ -47,28 +47,29 @@ class Detokenizer:
         Returns:
           The text that became stable.
         """
-        return "".join(map(self._feed_one, token_ids))
+        if self._keeps_spaces:
+            return self._joiner.feed_all(self._tokens(token_ids))
+        return "".join(map(self._feed_spaceless, token_ids))
 
     def flush(self) -> str:
         """The text that was held back, broken characters as U+FFFD; call it once, at the end."""
         return self._joiner.flush()
 
-    def _feed_one(self, token_id: int) -> str:
-        token = self._token(token_id)
+    def _feed_spaceless(self, token_id: int) -> str:
+        """Feed one id; an added token right behind another one joins it without a space."""
+        token = next(self._tokens((token_id,)), None)
         if token is None:
             return ""
-        if self._keeps_spaces:
-            return self._joiner.feed(token)
         is_added = token_id in self._tokenizer.added_tokens
         feed = self._joiner.feed_raw if is_added and self._was_added else self._joiner.feed
         self._was_added = is_added
         return feed(token)
 
     def _tokens(self, token_ids: Iterable[int]) -> Iterator[str]:
-        tokens = map(self._token, token_ids)
-        return (token for token in tokens if token is not None)
-
-    def _token(self, token_id: int) -> str | None:
-        if self._skips_special and token_id in self._tokenizer.special_token_ids:
-            return None
-        return self._tokenizer.vocabulary_token(token_id)
+        """What stands in the vocabulary for the ids that are shown and have a token."""
+        skipped, token_of = self._skipped_ids, self._tokenizer.vocabulary_token
+        return (
+            token
+            for token_id in token_ids
+            if token_id not in skipped and (token := token_of(token_id)) is not None
+        )

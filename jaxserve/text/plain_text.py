@@ -10,6 +10,20 @@ from tokenizers import models, pre_tokenizers
 from jaxserve.errors import InvalidRequestError
 
 
+def check_unicode(text: str) -> None:
+    """Check that a text can be encoded at all.
+
+    Raises:
+      InvalidRequestError: it holds half a surrogate pair, as broken JSON or bytes give.
+    """
+    try:
+        if not text.isascii():
+            text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = text[error.start : error.start + 1]
+        raise InvalidRequestError.for_field("text", "must be valid Unicode", half) from error
+
+
 class PlainTextEncoder:
     """Encodes with a tokenizer's own model, but never into one of the control tokens."""
 
@@ -51,8 +65,9 @@ class PlainTextEncoder:
 
         Raises:
           InvalidRequestError: the tokenizer makes a control token of plain text, even of its
-            parts.
+            parts; or the text is no valid Unicode.
         """
+        check_unicode(text)
         ids = self._encode(text, is_first)
         if self._forbidden.isdisjoint(ids):
             return ids

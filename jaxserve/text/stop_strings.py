@@ -44,6 +44,11 @@ class StopStrings:
         self._matched: str | None = None
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to look for."""
+        return not self._stop
+
+    @property
     def matched(self) -> str | None:
         """The stop string that was found, None while there is none."""
         return self._matched

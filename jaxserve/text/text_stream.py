@@ -48,6 +48,8 @@ class TextStream:
         Raises:
           ValueError: a stop string was found before.
         """
+        if self._stop_strings.is_empty:
+            return TextDelta(self._detokenizer.feed(token_ids), None, len(token_ids))
         parts: list[str] = []
         for count, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
@@ -70,7 +72,7 @@ class TextStream:
         if self._stop_strings.matched is not None:
             return TextDelta("")
         text = self._detokenizer.flush()
-        if self._num_tokens <= self._min_tokens:
+        if self._stop_strings.is_empty or self._num_tokens <= self._min_tokens:
             return TextDelta(text)
         result = self._stop_strings.feed(text)
         if result.matched is not None:

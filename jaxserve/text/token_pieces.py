@@ -6,6 +6,7 @@ genuine U+FFFD (0.23.3, 2026-11). The joiners here give exactly the text of `Tok
 """
 
 import codecs
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -45,6 +46,10 @@ class Joiner(ABC):
     def feed(self, token: str) -> str:
         """Add a token as it stands in the vocabulary; the text that became stable."""
 
+    def feed_all(self, tokens: Iterable[str]) -> str:
+        """Add tokens as `feed` does one by one; the text that became stable."""
+        return "".join(map(self.feed, tokens))
+
     @abstractmethod
     def feed_raw(self, text: str) -> str:
         """Add a token whose text is not to be decoded; the text that became stable."""
@@ -76,6 +81,10 @@ class ByteLevelJoiner(Joiner):
         """See Joiner."""
         return self._decoder.decode(_bytes_of(token))
 
+    def feed_all(self, tokens: Iterable[str]) -> str:
+        """See Joiner."""
+        return self._decoder.decode(b"".join(map(_bytes_of, tokens)))
+
     def feed_raw(self, text: str) -> str:
         """See Joiner."""
         return self._decoder.decode(text.encode("utf-8", "replace"))
@@ -85,6 +94,7 @@ class ByteLevelJoiner(Joiner):
         return self._decoder.decode(b"", final=True)
 
 
+@functools.lru_cache(maxsize=1 << 18)
 def _bytes_of(token: str) -> bytes:
     try:
         return bytes(map(_BYTE_OF_CHAR.__getitem__, token))

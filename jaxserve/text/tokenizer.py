@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.text.gguf_tokenizer import build_backend
-from jaxserve.text.plain_text import PlainTextEncoder
+from jaxserve.text.plain_text import PlainTextEncoder, check_unicode
 from jaxserve.text.token_pieces import Joiner, joiner_maker
 from jaxserve.text.tokenizer_folder import read_folder
 from models.errors import ModelLoadError
@@ -63,6 +63,7 @@ class Tokenizer:
         self._add_bos, self._add_eos = add_bos, add_eos
         self._joiners = joiner_maker(backend)
         self._plain_encoders: dict[frozenset[str], PlainTextEncoder] = {}
+        self._tokens: dict[int, str] = {}
 
     @classmethod
     def from_gguf(cls, file: GgufFile, *, pre_tokenizer: str | None = None) -> "Tokenizer":
@@ -143,7 +144,11 @@ class Tokenizer:
             begins with already is not doubled.
           parse_special_tokens: let the texts of control tokens in `text` become those tokens;
             otherwise they are encoded like any other text.
+
+        Raises:
+          InvalidRequestError: the text is no valid Unicode.
         """
+        check_unicode(text)
         if parse_special_tokens:
             uses_template = add_special_tokens and self._add_bos is not False
             ids = self.backend.encode(text, add_special_tokens=uses_template).ids
@@ -173,7 +178,12 @@ class Tokenizer:
 
     def vocabulary_token(self, token_id: int) -> str | None:
         """A token as it stands in the vocabulary, None for an id without one."""
-        return self.backend.id_to_token(token_id)
+        token = self._tokens.get(token_id)
+        if token is None:  # the backend makes a new string each time, which costs 0.6 us
+            token = self.backend.id_to_token(token_id)
+            if token is not None:
+                self._tokens[token_id] = token
+        return token
 
     def make_joiner(self) -> Joiner:
         """What joins the tokens of one sequence to text; see Detokenizer."""

@@ -14,7 +14,7 @@ from models.weight_layout import WeightStore
 
 Assemble = Callable[..., np.ndarray]
 
-DANGEROUS_IF_UNUSED = ("*scale*", "*zero*", "*g_idx*", "*bias*")
+DANGEROUS_IF_UNUSED = ("*scale*", "*zero*", "*g_idx*", "*bias*", "*norm*")
 """Tensors that change the result: one that no parameter takes is an error, never skipped."""
 IGNORED = ("*.rotary_emb.inv_freq", "rope_freqs.weight")
 
@@ -85,27 +85,30 @@ class CheckpointLoader:
         }
         self._waiting: dict[str, dict[str, np.ndarray]] = {}
         self._unused: list[str] = []
+        self._tied_head: np.ndarray | None = None
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
         """Put every tensor where it belongs.
 
         Raises:
-          ModelLoadError: a tensor has the wrong shape, a needed one is missing, or one that
-            would change the result has no place.
+          ModelLoadError: a tensor has the wrong shape, a needed one is missing, one that would
+            change the result has no place, or the head of tied embeddings is not the embedding.
         """
         for name, tensor in tensors:
             self._place(name, tensor)
         if self._store.missing:
-            names = ", ".join(self._store.missing[:4])
+            names = self._missing_tensors()
             raise ModelLoadError(
-                f"the checkpoint must hold every parameter of the model; missing are "
-                f"{len(self._store.missing)}, among them {names}"
+                f"the checkpoint must hold every tensor of the model; missing are "
+                f"{len(names)}, among them {', '.join(names[:4])}"
             )
+        self._check_tied_head()
         if self._unused:
             warnings.warn(f"unused tensors in the checkpoint: {self._unused}", stacklevel=2)
 
     def _place(self, name: str, tensor: np.ndarray) -> None:
         if name == "lm_head.weight" and self._is_tied:
+            self._tied_head = tensor
             return
         layer, placement = self._find(name)
         target = layer + placement.target if placement else name.removeprefix("model.")
@@ -132,6 +135,27 @@ class CheckpointLoader:
             self._store.put(target, make())
         except ValueError as error:
             raise ModelLoadError(f"{name}: its shape must fit the config; {error}") from error
+
+    def _missing_tensors(self) -> list[str]:
+        """The missing parameters under their checkpoint names, part by part."""
+        parts_of = {p.target: p.parts for p in self._placement_of.values()}
+        names = []
+        for path in self._store.missing:
+            layer, target = re.fullmatch(r"(layers\.\d+\.)?(.+)", path).groups("")  # pyright: ignore[reportOptionalMemberAccess]
+            prefix = "" if path.startswith("lm_head.") else f"model.{layer}"
+            parts = parts_of.get(target, (target,)) if layer else (target,)
+            found = self._waiting.get(path, {})
+            names += [prefix + part for part in parts if part not in found]
+        return names
+
+    def _check_tied_head(self) -> None:
+        """Transformers ties no head that differs, whatever the config says; we refuse it."""
+        head, self._tied_head = self._tied_head, None
+        if head is not None and not self._store.holds("embed_tokens.weight", head):
+            raise ModelLoadError(
+                "lm_head.weight: must equal model.embed_tokens.weight, since the config has "
+                "tie_word_embeddings true; it differs; set tie_word_embeddings to false"
+            )
 
     def _refuse_or_note(self, name: str) -> None:
         if any(fnmatch.fnmatch(name, pattern) for pattern in IGNORED):

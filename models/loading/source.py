@@ -55,7 +55,7 @@ def find_model(model: str | None) -> Path:
             )
         return embedded
     path = Path(model).expanduser()
-    if not path.exists():
+    if not model or not path.exists():
         raise ModelLoadError(
             f"model must be a folder or a .gguf file (hub ids are not supported in this "
             f"release); got {model!r}"
@@ -67,10 +67,14 @@ def open_source(path: Path, load_format: str) -> ModelSource:
     """Open a model by its format; "auto" goes by what the path holds.
 
     Raises:
-      ModelLoadError: the files are missing or refused.
+      ModelLoadError: the files are missing or refused, or of another format.
     """
+    is_gguf = path.suffix == ".gguf"
+    if (load_format == "gguf" and not path.is_file()) or (load_format == "safetensors" and is_gguf):
+        wanted = "a .gguf file" if load_format == "gguf" else "a folder of safetensors"
+        raise ModelLoadError(f"model must be {wanted} with load_format {load_format}; got {path}")
     if load_format == "dummy":
-        return GgufFile(path) if path.suffix == ".gguf" else ConfigOnly(path)
-    if load_format == "gguf" or (load_format == "auto" and path.suffix == ".gguf"):
+        return GgufFile(path) if is_gguf else ConfigOnly(path)
+    if load_format == "gguf" or (load_format == "auto" and is_gguf):
         return GgufFile(path)
     return SafetensorsFolder(path)

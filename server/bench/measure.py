@@ -35,8 +35,10 @@ class Runner:
         tokenizer = self.llm.get_tokenizer()
         return [tokenizer.decode(list(ids)) for ids in prompts]
 
-    def run(self, workload: Workload, prompts: list[Any], max_tokens: int | None = None) -> float:
-        """Seconds of one call; `max_tokens` replaces the workload's output lengths."""
+    def run(
+        self, workload: Workload, prompts: list[Any], max_tokens: int | None = None
+    ) -> tuple[float, int]:
+        """Seconds of one call, and prompt tokens; `max_tokens` replaces the output lengths."""
         lens = workload.output_lens[: len(prompts)]
         params = [
             workload.sampling_params(max_tokens or n, detokenize=self.with_text) for n in lens
@@ -47,7 +49,7 @@ class Runner:
         for output, p in zip(outputs, params, strict=True):
             if len(output.outputs[0].token_ids) != p.max_tokens:
                 raise RuntimeError(f"a request must end at its length; got {output}")
-        return seconds
+        return seconds, sum(len(output.prompt_token_ids or ()) for output in outputs)
 
 
 def measure(llm: LLM, workload: Workload, *, num_runs: int, with_text: bool) -> dict[str, Any]:
@@ -55,16 +57,19 @@ def measure(llm: LLM, workload: Workload, *, num_runs: int, with_text: bool) -> 
     runner = Runner(llm, with_text)
     prompts = runner.prompts(workload)
     runner.run(workload, prompts[: workload.num_warm_up])
-    before = dataclasses.replace(llm.engine.times)
+    before, output_before = dataclasses.replace(llm.engine.times), llm.output_seconds
     uploaded = llm.engine.runner.num_uploaded_bytes
-    seconds = [runner.run(workload, prompts) for _ in range(num_runs)]
+    runs = [runner.run(workload, prompts) for _ in range(num_runs)]
+    seconds, num_in = [run[0] for run in runs], runs[0][1]
     host = _host_times(before, llm.engine.times)
+    num_steps = max(host["num_steps"], 1)
+    host["host_ms_output"] = round((llm.output_seconds - output_before) / num_steps * 1e3, 4)
     host["uploaded_bytes_per_step"] = round(
-        (llm.engine.runner.num_uploaded_bytes - uploaded) / max(host["num_steps"], 1)
+        (llm.engine.runner.num_uploaded_bytes - uploaded) / num_steps
     )
     result: dict[str, Any] = {"test": workload.name, "text": with_text, "runs": num_runs}
     result |= _describe_engine(llm)
-    result |= _count_tokens(workload, statistics.median(seconds))
+    result |= _count_tokens(workload, num_in, statistics.median(seconds))
     result |= {"seconds": [round(s, 4) for s in seconds]}
     if workload.kind == "latency":
         result |= _latency(runner, workload, prompts, statistics.median(seconds))
@@ -75,7 +80,7 @@ def _latency(
     runner: Runner, workload: Workload, prompts: list[Any], total_seconds: float
 ) -> dict[str, Any]:
     """Time to first token, and milliseconds of each later token (of a step, with many rows)."""
-    first = [runner.run(workload, prompts, max_tokens=1) for _ in range(NUM_FIRST_TOKEN_RUNS)]
+    first = [runner.run(workload, prompts, max_tokens=1)[0] for _ in range(NUM_FIRST_TOKEN_RUNS)]
     first_seconds = statistics.median(first)
     later_tokens = max(workload.output_lens) - 1
     return {
@@ -84,8 +89,8 @@ def _latency(
     }
 
 
-def _count_tokens(workload: Workload, seconds: float) -> dict[str, Any]:
-    num_in, num_out = sum(map(len, workload.prompts)), sum(workload.output_lens)
+def _count_tokens(workload: Workload, num_in: int, seconds: float) -> dict[str, Any]:
+    num_out = sum(workload.output_lens)
     return {
         "requests": len(workload.prompts),
         "input_tokens": num_in,

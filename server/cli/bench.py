@@ -1,28 +1,35 @@
 """`jaxserve bench`: the workloads that peers are compared on, one JSON line a test."""
 
 import argparse
+import contextlib
 import json
+import sys
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import EngineConfigError, InvalidRequestError
 from jaxserve.llm import LLM
 from server.bench.measure import measure
 from server.bench.workloads import LATENCY, THROUGHPUT, WORKLOADS
-from server.cli.arguments import add_engine_arguments, engine_config
+from server.cli.arguments import add_engine_arguments, engine_config, read_integer, read_sizes
 
 KINDS = {"latency": LATENCY, "throughput": THROUGHPUT, "all": LATENCY + THROUGHPUT}
 HELP = "time fixed workloads in this process"
+USAGE = "[OPTION ...] {" + ",".join(KINDS) + "}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     parser.add_argument("kind", choices=tuple(KINDS), help="which workloads")
-    parser.add_argument("--tests", help="only these, separated by commas")
-    parser.add_argument("--runs", type=int, default=3, help="timed calls of each (default: 3)")
+    parser.add_argument(
+        "--tests", metavar="NAME,NAME,...", help=f"only these of {', '.join(WORKLOADS)}"
+    )
+    parser.add_argument(
+        "--runs", type=read_integer, default=3, metavar="N", help="timed calls of each (default: 3)"
+    )
     parser.add_argument("--text", action="store_true", help="text in and out, not token ids")
-    parser.add_argument("--output-json", help="append the lines to this file, too")
+    parser.add_argument("--output-json", metavar="FILE", help="append the lines to this file, too")
     parser.add_argument(
         "--buckets",
-        type=_read_buckets,
+        type=read_buckets,
         metavar="ROWS/TOKENS",
         help="compile only these sizes, for example 8,64/128,8192",
     )
@@ -31,35 +38,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Time the chosen tests and print a line for each."""
-    names = _chosen_tests(arguments)
-    if arguments.buckets is not None:
-        arguments.row_buckets, arguments.token_buckets = arguments.buckets
-        arguments.max_num_seqs = arguments.max_num_seqs or max(arguments.row_buckets)
-        budget = arguments.max_num_batched_tokens or max(arguments.token_buckets)
-        arguments.max_num_batched_tokens = budget
-    llm = LLM.from_config(engine_config(arguments))
-    for name in names:
-        workload = WORKLOADS[name](llm.model_config.vocab_size)
-        result = measure(llm, workload, num_runs=arguments.runs, with_text=arguments.text)
-        line = json.dumps(result)
-        print(line, flush=True)
+    names = _checked_tests(arguments)
+    with contextlib.ExitStack() as stack:
+        files = [sys.stdout]
         if arguments.output_json:
-            with open(arguments.output_json, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            files.append(stack.enter_context(_open_to_append(arguments.output_json)))
+        _apply_buckets(arguments)
+        llm = LLM.from_config(engine_config(arguments))
+        for name in names:
+            workload = WORKLOADS[name](llm.model_config.vocab_size)
+            result = measure(llm, workload, num_runs=arguments.runs, with_text=arguments.text)
+            for file in files:
+                print(json.dumps(result), file=file, flush=True)
     return 0
 
 
-def _read_buckets(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def read_buckets(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows of decode steps, and tokens of steps with prompt tokens."""
-    rows, tokens = text.split("/")
-    return tuple(map(int, rows.split(","))), tuple(map(int, tokens.split(",")))
+    try:
+        rows, tokens = map(read_sizes, text.split("/"))
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"must be sizes of rows, a slash, and sizes of tokens, as 8,64/128,8192; got {text!r}"
+        ) from error
+    return rows, tokens
 
 
-def _chosen_tests(arguments: argparse.Namespace) -> list[str]:
+def _apply_buckets(arguments: argparse.Namespace) -> None:
+    """The largest sizes are the limits too, unless these are given."""
+    if arguments.buckets is None:
+        return
+    arguments.row_buckets, arguments.token_buckets = arguments.buckets
+    arguments.max_num_seqs = arguments.max_num_seqs or max(arguments.row_buckets)
+    budget = arguments.max_num_batched_tokens or max(arguments.token_buckets)
+    arguments.max_num_batched_tokens = budget
+
+
+def _checked_tests(arguments: argparse.Namespace) -> list[str]:
+    """The tests to run; what can be wrong is told before a model is loaded."""
     of_kind = KINDS[arguments.kind]
     names: list[str] = arguments.tests.split(",") if arguments.tests else list(of_kind)
     for name in names:
         if name not in of_kind:
             rule = f"must be among {', '.join(of_kind)}"
             raise InvalidRequestError.for_field("tests", rule, name)
+    if arguments.runs < 1:
+        raise InvalidRequestError.for_field("runs", "must be at least 1", arguments.runs)
+    if arguments.text and arguments.skip_tokenizer_init:
+        raise EngineConfigError("--text must have a tokenizer; got --skip-tokenizer-init too")
     return names
+
+
+def _open_to_append(path: str):
+    try:
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise EngineConfigError(
+            f"--output-json must be a file that can be written; got {path!r}: {error.strerror}"
+        ) from error

@@ -13,27 +13,30 @@ from server.cli.arguments import (
 )
 
 HELP = "continue prompts with a model in this process"
+USAGE = "[OPTION ...] PROMPT [PROMPT ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.add_argument("prompts", nargs="+", help="texts to continue")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="texts to continue")
     parser.add_argument("--quiet", action="store_true", help="print the texts only")
     add_sampling_arguments(parser, max_tokens=64, temperature=0.0)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, without={"skip_tokenizer_init", "chat_template"})
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate and print."""
-    params = sampling_params(arguments)
+    sampling_params(arguments)
     start = time.perf_counter()
     llm = LLM.from_config(engine_config(arguments))
+    params = sampling_params(arguments, llm.get_default_sampling_params())
     ready = time.perf_counter()
     first_text: float | None = None
     num_tokens = 0
-    for prompt in arguments.prompts:
+    outputs_of = [(prompt, llm.stream(prompt, params)) for prompt in arguments.prompts]
+    for prompt, outputs in outputs_of:
         print(prompt, end="", flush=True)
-        for output in llm.stream(prompt, params):
+        for output in outputs:
             completion = output.outputs[0]
             first_text = first_text or time.perf_counter()
             num_tokens += len(completion.token_ids)

@@ -1,0 +1,141 @@
+"""RequestMaker: from prompts, chats and parameters to the checked requests of one engine."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.prompts import (
+    Message,
+    ParsedPrompt,
+    Prompt,
+    list_conversations,
+    list_params,
+    list_prompts,
+    parse_prompt,
+)
+from jaxserve.request import Request
+from jaxserve.request_loop import Submission
+from jaxserve.sampling_limits import SamplingLimits, refuse_unsupported, resolve_sampling_params
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.text.chat_prompt import encode_chat
+from jaxserve.text.tokenizer import Tokenizer
+
+type Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class RequestMaker:
+    """Checks what a user asks, all of it before anything runs.
+
+    Args:
+      tokenizer: None where only token ids are taken.
+      limits: of the engine.
+      eos_token_ids: of the model.
+      default_params: of requests that come without any.
+      chat_template: text of a template that replaces the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        limits: SamplingLimits,
+        eos_token_ids: tuple[int, ...],
+        default_params: SamplingParams,
+        chat_template: str | None,
+    ):
+        self._tokenizer, self._limits = tokenizer, limits
+        self._eos_token_ids, self._default_params = eos_token_ids, default_params
+        self._chat_template = chat_template
+        self._next_id: Callable[[], int] = itertools.count().__next__
+
+    def of_prompts(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params,
+        output_kind: RequestOutputKind,
+    ) -> list[Submission]:
+        """The requests of one prompt or many.
+
+        Raises:
+          InvalidRequestError: a prompt or parameter breaks a rule.
+        """
+        vocab_size = self._limits.vocab_size
+        parsed = [parse_prompt(p, self._tokenizer, vocab_size) for p in list_prompts(prompts)]
+        return self._submissions(parsed, sampling_params, output_kind)
+
+    def of_chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params,
+        output_kind: RequestOutputKind,
+        **options: Any,
+    ) -> list[Submission]:
+        """The requests of one conversation or many.
+
+        Args:
+          messages: one conversation, or a list of them.
+          sampling_params: for all, or one a conversation.
+          output_kind: what outputs hold.
+          options: of encode_chat.
+
+        Raises:
+          InvalidRequestError: a message or parameter breaks a rule, or there is no template.
+        """
+        template = options.pop("chat_template", None)
+        if template is not None and (not isinstance(template, str) or "{" not in template):
+            rule = "must be the text of a Jinja template"
+            raise InvalidRequestError.for_field("chat_template", rule, template)
+        options["chat_template"] = template or self._chat_template
+        parsed = [self._render(chat, options) for chat in list_conversations(messages)]
+        return self._submissions(parsed, sampling_params, output_kind)
+
+    def _render(self, messages: Sequence[Message], options: dict[str, Any]) -> ParsedPrompt:
+        """The prompt of one conversation; BOS is there only if the template writes it."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("chat must have a tokenizer; it was not loaded")
+        prompt = encode_chat(self._tokenizer, messages, **options)
+        return parse_prompt(
+            {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids},
+            self._tokenizer,
+            self._limits.vocab_size,
+        )
+
+    def _submissions(
+        self, prompts: Sequence[ParsedPrompt], params: Params, output_kind: RequestOutputKind
+    ) -> list[Submission]:
+        if params is None:
+            params = self._checked_default_params()
+        each = list_params(params, len(prompts))
+        return [
+            (self._make_request(prompt, p, output_kind), prompt.text)
+            for prompt, p in zip(prompts, each, strict=True)
+        ]
+
+    def _checked_default_params(self) -> SamplingParams:
+        try:
+            refuse_unsupported(self._default_params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"{error}; it comes from the model's generation_config.json: give sampling_params, "
+                f"or generation_config='vllm'",
+                parameter=error.parameter,
+                value=error.value,
+            ) from error
+        return self._default_params
+
+    def _make_request(
+        self, prompt: ParsedPrompt, params: SamplingParams, output_kind: RequestOutputKind
+    ) -> Request:
+        resolved = resolve_sampling_params(
+            params, self._limits, num_prompt_tokens=len(prompt.token_ids)
+        )
+        resolved.output_kind = output_kind
+        return Request(
+            request_id=str(self._next_id()),
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=resolved,
+            eos_token_ids=self._eos_token_ids,
+            arrival_seconds=time.monotonic(),
+        )

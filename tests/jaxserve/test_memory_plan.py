@@ -1,0 +1,221 @@
+"""The memory plan: pages that fit, what a restart remembers, and the bill."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxserve import engine_builder
+from jaxserve.config import EngineConfig
+from jaxserve.engine_builder import BuiltEngine, build_engine
+from jaxserve.errors import EngineConfigError
+from jaxserve.execution import memory_plan
+from jaxserve.execution.memory_plan import (
+    PAGE_COUNT_STEP,
+    RESERVED_BYTES,
+    MemoryBill,
+    PlanMemory,
+    RememberedPlan,
+    free_device_bytes,
+    pages_that_fit,
+)
+from jaxserve.execution.programs import ProgramTable
+from models.kv_cache import CacheGeometry
+from tests.goldens_loader import GOLDENS_FOLDER
+
+GEOMETRY = CacheGeometry(
+    num_layers=2, page_size=16, num_kv_heads=2, stored_head_dim=64, dtype="bfloat16"
+)
+PAGE_BYTES = GEOMETRY.bytes_per_page
+PLAN = RememberedPlan(2048, 12345)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, logger=memory_plan.__name__)
+    return caplog
+
+
+def test_a_page_holds_keys_and_values_of_all_layers() -> None:
+    assert PAGE_BYTES == 16 * 2 * 2 * 2 * 64 * 2
+
+
+def test_large_page_counts_are_rounded_down_and_small_ones_are_not() -> None:
+    for num_pages, expected in [(2, 2), (1023, 1023), (1024, 1024), (2047, 1024), (5000, 4096)]:
+        assert pages_that_fit(num_pages * PAGE_BYTES, [GEOMETRY]) == expected
+        assert pages_that_fit((num_pages + 1) * PAGE_BYTES - 1, [GEOMETRY]) == expected
+
+
+def test_the_page_count_holds_for_all_groups_together() -> None:
+    other = replace(GEOMETRY, num_layers=6)
+    count = pages_that_fit(300 * PAGE_BYTES, [GEOMETRY, other])
+    assert count == 300 * PAGE_BYTES // (4 * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("available", [-5, 0, PAGE_BYTES, 2 * PAGE_BYTES - 1])
+def test_memory_for_less_than_two_pages_is_refused_with_its_size(available: int) -> None:
+    message = f"at least 2 pages of {PAGE_BYTES} bytes; got {available} bytes"
+    with pytest.raises(EngineConfigError, match=message):
+        pages_that_fit(available, [GEOMETRY])
+
+
+def test_a_plan_is_remembered_for_the_same_key_only(tmp_path: Path, warnings) -> None:
+    memory = PlanMemory(tmp_path, "model", 8)
+    assert memory.read() is None
+    memory.write(PLAN)
+    assert PlanMemory(tmp_path, "model", 8).read() == PLAN
+    assert PlanMemory(tmp_path, "model", 9).read() is None
+    memory.write(RememberedPlan(1024, 1))
+    assert memory.read() == RememberedPlan(1024, 1)
+    assert [path.suffix for path in (tmp_path / "memory_plans").iterdir()] == [".json"]
+    assert warnings.messages == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"num_pages": 5}', '{"num_pages": null, "temporary_bytes": 1}', "\0"],
+)
+def test_a_damaged_file_costs_a_warning_and_is_overwritten(
+    tmp_path: Path, warnings, text: str
+) -> None:
+    memory = PlanMemory(tmp_path, "key")
+    memory.write(PLAN)
+    (path,) = (tmp_path / "memory_plans").iterdir()
+    path.write_text(text)
+    assert memory.read() is None
+    (message,) = warnings.messages
+    assert message.startswith(f"the memory plan {path} cannot be read: ")
+    memory.write(PLAN)
+    assert memory.read() == PLAN
+
+
+def test_bytes_that_are_no_text_count_as_damage(tmp_path: Path, warnings) -> None:
+    memory = PlanMemory(tmp_path, "key")
+    memory.write(PLAN)
+    (path,) = (tmp_path / "memory_plans").iterdir()
+    path.write_bytes(b"\xff\xfe{")
+    assert memory.read() is None
+    assert len(warnings.messages) == 1
+
+
+def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path, warnings) -> None:
+    # A file where the folder should be: permissions do not stop root.
+    (tmp_path / "memory_plans").write_text("")
+    memory = PlanMemory(tmp_path, "key")
+    memory.write(PLAN)
+    (message,) = warnings.messages
+    assert "cannot be written" in message
+    assert memory.read() is None
+
+
+class Device:
+    def __init__(self, stats: dict | None):
+        self._stats = stats
+
+    def memory_stats(self) -> dict | None:
+        return self._stats
+
+
+def test_a_device_tells_what_is_free_or_nothing() -> None:
+    assert free_device_bytes(Device({"bytes_limit": 100, "bytes_in_use": 30})) == (70, 100)
+    assert free_device_bytes(Device(None)) is None
+    assert free_device_bytes(Device({"bytes_in_use": 30})) is None
+
+
+def test_the_bill_names_every_part() -> None:
+    bill = MemoryBill(
+        device_bytes=8 << 30,
+        weight_bytes=3 << 30,
+        page_bytes=2 << 30,
+        temporary_bytes=1 << 29,
+        num_pages=1024,
+        num_tokens=16368,
+    )
+    assert str(bill) == (
+        "memory of 8.00 GiB: weights 3.00 GiB, pages 2.00 GiB (1024 pages, 16368 tokens), "
+        "temporaries 0.50 GiB"
+    )
+    assert str(replace(bill, device_bytes=0)).startswith("memory on this host: ")
+
+
+class SimulatedGPU:
+    """A device that tells its free bytes, and starts that compile nothing.
+
+    Attributes:
+      free_bytes: what the device tells.
+      num_measurements: how often the largest step was measured.
+    """
+
+    temporary_bytes = 3_000_000
+    page_bytes = 16 * 2 * 2 * 2 * 64 * 4  # of llama_gqa in float32
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.free_bytes, self.num_measurements = 0, 0
+        limit = 1 << 40
+        for module in (engine_builder, memory_plan):
+            monkeypatch.setattr(module, "free_device_bytes", lambda _: (self.free_bytes, limit))
+        monkeypatch.setattr(engine_builder, "configure_jax", lambda **_: folder)
+        monkeypatch.setattr(ProgramTable, "compile_all", lambda *_, **__: 0.0)
+        monkeypatch.setattr(ProgramTable, "measure_temporaries", self._measure)
+
+    def _measure(self, *_: object) -> int:
+        self.num_measurements += 1
+        return self.temporary_bytes
+
+    def start(self, room_in_pages: float, **settings) -> BuiltEngine:
+        """Start with room for so many pages beside temporaries and reserve."""
+        self.free_bytes = RESERVED_BYTES + self.temporary_bytes
+        self.free_bytes += int(room_in_pages * self.page_bytes)
+        defaults = {"max_num_seqs": 8, "row_buckets": (8,), "token_buckets": (64,)}
+        config = {"model": str(GOLDENS_FOLDER / "llama_gqa"), **defaults, **settings}
+        return build_engine(EngineConfig(**config))
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulatedGPU:
+    return SimulatedGPU(tmp_path, monkeypatch)
+
+
+def test_a_first_start_measures_and_a_restart_remembers(gpu: SimulatedGPU) -> None:
+    first = gpu.start(2.9 * PAGE_COUNT_STEP)
+    assert first.bill.num_pages == 2 * PAGE_COUNT_STEP
+    assert first.bill.temporary_bytes == gpu.temporary_bytes
+    assert gpu.num_measurements == 1
+    pools = first.engine.scheduler._roster.page_pools
+    assert [pool.num_pages for pool in pools] == [2 * PAGE_COUNT_STEP]
+    # A little less or more memory is left: the page count, and so the programs, stay.
+    for room in (2.0, 3.5):
+        again = gpu.start(room * PAGE_COUNT_STEP)
+        assert again.bill.num_pages == 2 * PAGE_COUNT_STEP
+        assert again.bill.temporary_bytes == gpu.temporary_bytes
+    assert gpu.num_measurements == 1
+
+
+def test_a_remembered_plan_that_no_longer_fits_is_made_anew(gpu: SimulatedGPU) -> None:
+    gpu.start(2.5 * PAGE_COUNT_STEP)
+    smaller = gpu.start(1.9 * PAGE_COUNT_STEP)
+    assert smaller.bill.num_pages == PAGE_COUNT_STEP
+    assert gpu.num_measurements == 2
+    assert gpu.start(1.9 * PAGE_COUNT_STEP).bill.num_pages == PAGE_COUNT_STEP
+    assert gpu.num_measurements == 2
+
+
+def test_another_config_has_a_plan_of_its_own(gpu: SimulatedGPU) -> None:
+    gpu.start(1.5 * PAGE_COUNT_STEP)
+    gpu.start(1.5 * PAGE_COUNT_STEP, row_buckets=(4,))
+    gpu.start(1.5 * PAGE_COUNT_STEP, block_size=32)
+    assert gpu.num_measurements == 3
+
+
+def test_page_counts_that_are_given_are_taken_without_measuring(gpu: SimulatedGPU) -> None:
+    by_count = gpu.start(9 * PAGE_COUNT_STEP, num_gpu_blocks_override=77)
+    assert by_count.bill.num_pages == 78
+    by_bytes = gpu.start(9 * PAGE_COUNT_STEP, kv_cache_memory_bytes=99 * gpu.page_bytes)
+    assert by_bytes.bill.num_pages == 99
+    assert gpu.num_measurements == 0
+
+
+def test_memory_that_holds_no_pages_is_refused(gpu: SimulatedGPU) -> None:
+    with pytest.raises(EngineConfigError, match="must hold at least 2 pages"):
+        gpu.start(1.5)

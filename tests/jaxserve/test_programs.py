@@ -1,0 +1,169 @@
+"""The program table: complete, closed, in place, and of a size that the pages do not change."""
+
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.execution.batch_builder import BatchBuilder
+from jaxserve.execution.buckets import Bucket, BucketTable
+from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.programs import (
+    CompilationCounter,
+    ProgramKey,
+    ProgramShapes,
+    ProgramTable,
+)
+from jaxserve.execution.sample_mode import SampleMode
+from jaxserve.execution.step_functions import StepFunctions
+from models.attention import attention_kernels
+from models.config import ModelConfig
+from models.kv_cache import abstract_cache, allocate_cache, cache_geometries
+from models.loading.source import open_source
+from models.registry import model_class
+from models.sharding import Sharder, make_mesh
+from models.weight_layout import WeightLayout
+from tests.goldens_loader import GOLDENS_FOLDER
+
+BUCKETS = BucketTable((2,), (16,), (2,))
+DECODE, MIXED = BUCKETS.all()
+PAGE_SIZE, MAX_PAGES = 16, 8
+NEEDED: tuple[ProgramKey, ...] = (
+    ("decode", DECODE, SampleMode.GREEDY),
+    ("forward", MIXED, None),
+    ("admit", None, None),
+)
+
+
+class SmallTable:
+    """A table for llama_gqa in float32 with so many pages, and the arrays for it."""
+
+    def __init__(self, num_pages: int, buckets: BucketTable = BUCKETS):
+        self.sharder = Sharder(make_mesh())
+        raw = open_source(GOLDENS_FOLDER / "llama_gqa", "auto").config_dict()
+        config = ModelConfig.from_dict(raw)
+        self.weights = WeightLayout.of_model(
+            model_class(config.architecture),
+            config,
+            stack="none",
+            dtype="float32",
+            kernels=attention_kernels("xla", "cpu"),
+        )
+        self.geometries = cache_geometries(config, page_size=PAGE_SIZE, dtype="float32")
+        self.pages = (num_pages,)
+        self.builder = BatchBuilder(
+            buckets,
+            max_num_seqs=2,
+            page_size=PAGE_SIZE,
+            num_pages=self.pages,
+            max_pages_per_seq=MAX_PAGES,
+            vocab_size=config.vocab_size,
+        )
+        self.state = DeviceState.abstract(
+            self.sharder, max_num_seqs=2, max_pages=MAX_PAGES, num_groups=1
+        )
+        shapes = ProgramShapes(
+            leaves=self.weights.abstract(self.sharder),
+            cache=abstract_cache(self.geometries, self.pages, self.sharder),
+            state=self.state,
+            hidden_size=config.hidden_size,
+            hidden_dtype="float32",
+        )
+        functions = StepFunctions(self.weights)
+        self.table = ProgramTable(functions, shapes, self.sharder, self.builder, buckets)
+
+    def compile(self, keys: Iterable[ProgramKey], monkeypatch: pytest.MonkeyPatch) -> "SmallTable":
+        """Compile these programs only."""
+        monkeypatch.setattr(self.table, "keys", lambda: tuple(keys))
+        self.table.compile_all(num_threads=1)
+        return self
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterable[dict[int, SmallTable]]:
+    """Tables with 64 and 4096 pages."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield {pages: SmallTable(pages).compile(NEEDED, monkeypatch) for pages in (64, 4096)}
+
+
+def test_temporaries_do_not_depend_on_the_number_of_pages(compiled: dict[int, SmallTable]) -> None:
+    programs = {
+        "decode": lambda table: table.decode(DECODE, SampleMode.GREEDY),
+        "forward": lambda table: table.forward(MIXED),
+        "admit": lambda table: table.admit(),
+    }
+    for name, find in programs.items():
+        few, many = (find(compiled[pages].table).memory_analysis() for pages in (64, 4096))
+        assert few is not None and many is not None
+        page_bytes = sum(geometry.bytes_per_page for geometry in compiled[64].geometries)
+        if name != "admit":
+            grown = many.argument_size_in_bytes - few.argument_size_in_bytes
+            assert grown == (4096 - 64) * page_bytes
+            assert many.alias_size_in_bytes - few.alias_size_in_bytes == grown
+        assert many.temp_size_in_bytes == few.temp_size_in_bytes, name
+        new = [x.output_size_in_bytes - x.alias_size_in_bytes for x in (few, many)]
+        assert new[0] == new[1] < page_bytes, name
+
+
+def test_a_step_updates_cache_and_state_in_place(compiled: dict[int, SmallTable]) -> None:
+    small = compiled[64]
+    cache = allocate_cache(small.geometries, small.pages, small.sharder)
+    state = small.sharder.zeros(small.state)
+    leaves = small.sharder.zeros(small.weights.abstract(small.sharder))
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((cache, state))]
+    packed = small.builder.layout(DECODE).empty(2)
+    program = small.table.decode(DECODE, SampleMode.GREEDY)
+    _, new_cache, new_state = program(leaves, cache, state, packed)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((cache, state)))
+    assert not any(leaf.is_deleted() for leaf in leaves)
+    new_leaves = jax.tree.leaves((new_cache, new_state))
+    assert [leaf.unsafe_buffer_pointer() for leaf in new_leaves] == places
+
+
+def test_the_programs_of_an_engine_are_named_before_any_is_compiled() -> None:
+    table = SmallTable(64, BucketTable((1, 2), (16, 32), (2,))).table
+    keys = table.keys()
+    decode = [Bucket(1, 1, True), Bucket(2, 2, True)]
+    mixed = [Bucket(16, 2, False), Bucket(32, 2, False)]
+    expected = {("admit", None, None)}
+    expected |= {("forward", bucket, None) for bucket in decode + mixed}
+    expected |= {("decode", b, m) for b in decode for m in (SampleMode.GREEDY, SampleMode.RANDOM)}
+    expected |= {("sample", num_rows, mode) for num_rows in (1, 2) for mode in SampleMode}
+    assert len(keys) == len(set(keys)) and set(keys) == expected
+
+
+def test_a_program_that_was_not_planned_is_an_error_and_no_compilation(
+    compiled: dict[int, SmallTable],
+) -> None:
+    table, counter = compiled[64].table, CompilationCounter()
+    with pytest.raises(KeyError):
+        table.decode(DECODE, SampleMode.RANDOM)
+    with pytest.raises(KeyError):
+        table.forward(DECODE)
+    with pytest.raises(KeyError):
+        table.sample(2, SampleMode.FULL)
+    assert counter.count == 0
+
+
+def test_compiling_again_does_nothing_and_tells_nothing(compiled: dict[int, SmallTable]) -> None:
+    counter, calls = CompilationCounter(), []
+    table = compiled[64].table
+    program = table.admit()
+    table.compile_all(num_threads=1, progress=lambda done, total: calls.append((done, total)))
+    assert counter.count == 0 and calls == [] and table.admit() is program
+
+
+def test_progress_counts_up_to_the_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, calls = SmallTable(64), []
+    monkeypatch.setattr(small.table, "keys", lambda: (("admit", None, None),))
+    small.table.compile_all(num_threads=2, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 1)]
+
+
+def test_the_counter_counts_from_when_it_was_made() -> None:
+    before = CompilationCounter()
+    jax.jit(lambda x: x * 3.25)(np.ones(5))
+    after = CompilationCounter()
+    assert before.count >= 1 and after.count == 0
+    assert before.num_cache_hits <= before.count
