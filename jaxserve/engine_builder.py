@@ -15,9 +15,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineConfigError
 from jaxserve.execution.batch_builder import BatchBuilder
-from jaxserve.execution.buckets import BucketTable, make_bucket_table
 from jaxserve.execution.device_setup import configure_jax
 from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.limits import Limits, choose_buckets, choose_limits
 from jaxserve.execution.memory_plan import (
     DEFAULT_CPU_CACHE_BYTES,
     PAGE_COUNT_STEP,
@@ -53,15 +53,6 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The sizes that an engine ended up with."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class BuiltEngine:
     """An engine and what its users must know of it.
 
@@ -71,6 +62,7 @@ class BuiltEngine:
       path: where the model came from.
       limits: the sizes chosen.
       bill: the memory's use.
+      device_kind: of the device that runs the model, such as "NVIDIA H200" or "cpu".
       seconds: start-up time by stage.
     """
 
@@ -79,6 +71,7 @@ class BuiltEngine:
     path: Path
     limits: Limits
     bill: MemoryBill
+    device_kind: str
     seconds: dict[str, float]
 
 
@@ -122,6 +115,7 @@ class _EngineBuilder:
             path=path,
             limits=self.limits,
             bill=self.bill,
+            device_kind=jax.devices()[0].device_kind,
             seconds=self.seconds,
         )
 
@@ -186,7 +180,8 @@ class _EngineBuilder:
 
     def _plan(self) -> None:
         """Settle page count, lengths and buckets; then allocate the cache."""
-        self._choose_limits()
+        self.limits = choose_limits(self.config, self.model, is_gpu=self.is_gpu)
+        self.buckets = choose_buckets(self.config, self.limits, is_gpu=self.is_gpu)
         remembered = self._count_pages()
         self.num_pages = remembered.num_pages
         tokens = (self.num_pages - 1) * self.config.block_size
@@ -203,36 +198,6 @@ class _EngineBuilder:
             )
         self.limits = dataclasses.replace(self.limits, max_model_len=longest)
         self.bill = self._make_bill(remembered.temporary_bytes)
-
-    def _choose_limits(self) -> None:
-        config, model = self.config, self.model
-        max_len = config.max_model_len or model.max_position_embeddings
-        if max_len > model.max_position_embeddings:
-            raise EngineConfigError(
-                f"max_model_len must be at most the model's {model.max_position_embeddings}; "
-                f"got {max_len}"
-            )
-        rows, tokens = _default_limits(self.is_gpu)
-        max_num_seqs = config.max_num_seqs or rows
-        budget = config.max_num_batched_tokens or max(tokens, max_num_seqs)
-        self.limits = Limits(
-            max_model_len=max_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
-        )
-        self.buckets = self._make_buckets()
-
-    def _make_buckets(self) -> BucketTable:
-        config, limits = self.config, self.limits
-        row_buckets, token_buckets = config.row_buckets, config.token_buckets
-        if not self.is_gpu:
-            row_buckets = row_buckets or (1,)
-            token_buckets = token_buckets or (64,)
-        return make_bucket_table(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            smallest_row_bucket=8,
-            row_buckets=row_buckets,
-            token_buckets=token_buckets,
-        )
 
     def _count_pages(self) -> RememberedPlan:
         """Page count by override, by bytes, or by what the device has left."""
@@ -346,11 +311,3 @@ def _choose_dtype(asked: str, of_model: str, is_gpu: bool) -> str:
     if not is_gpu:
         return "float32"
     return "float16" if of_model == "float16" else "bfloat16"
-
-
-def _default_limits(is_gpu: bool) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens), as vLLM chooses them by the GPU's memory."""
-    if not is_gpu:
-        return 8, 256
-    free = free_device_bytes(jax.devices()[0])
-    return (1024, 8192) if free and free[1] >= 60 * 2**30 else (256, 2048)

@@ -144,9 +144,7 @@ class LLM:
     @property
     def device_name(self) -> str:
         """Kind of the device that runs the model."""
-        import jax
-
-        return jax.devices()[0].device_kind
+        return self._built.device_kind
 
     def generate(
         self,

@@ -275,9 +275,13 @@ def fill(engine: Engine, count: int = 9) -> None:
 def aborted_finals(engine: Engine, request_ids: Sequence[str]) -> None:
     """Abort, drain, and check that each ends once and the others end by length."""
     for request_id in request_ids:
+        victims = engine.scheduler._roster.find(request_id, None)
         engine.abort(request_id)
         engine.abort(request_id)
         engine.scheduler.check_invariants()
+        for victim in victims:
+            # A step in flight still writes its pages.
+            assert bool(victim.page_tables[0]) == bool(victim.num_steps_in_flight)
     updates = drain(engine)
     for (request_id, _), of_one in updates.items():
         is_aborted = request_id in request_ids

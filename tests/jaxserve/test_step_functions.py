@@ -15,8 +15,10 @@ from tests.jaxserve.toy_steps import (
     PAGE_SIZE,
     POISON,
     ToyRun,
+    make_state,
     prompt_sequence,
     random_prompts,
+    sample,
     toy_logits,
     toy_output,
 )
@@ -137,23 +139,21 @@ def test_after_an_end_token_a_row_samples_nothing_and_counts_nothing(kind: str, 
     assert record[SlotField.IS_FROZEN] == 1
 
 
-def test_min_tokens_forbids_end_tokens_and_then_lets_them_end_the_row() -> None:
-    ends = [OUTPUT[0], OUTPUT[2]]
-    run = ToyRun.make()
-    sequence = prompt_sequence("r", PROMPT, 20, min_tokens=4, stop_token_ids=ends)
+@pytest.mark.parametrize("min_tokens", [3, 4, 5, 7])
+def test_min_tokens_forbids_end_tokens_and_then_lets_them_end_the_row(min_tokens: int) -> None:
+    stop = OUTPUT[4]
+    assert OUTPUT.index(stop) == 4, "the test needs a token that is new there"
     expected = list(PROMPT)
-    while len(expected) < len(PROMPT) + 20:
+    while expected[-1] != stop and len(expected) < len(PROMPT) + 20:
         logits = toy_logits(expected)
-        if len(expected) - len(PROMPT) < 4:
-            logits[ends] = -np.inf
+        if len(expected) - len(PROMPT) < min_tokens:
+            logits[stop] = -np.inf
         expected.append(int(logits.argmax()))
-        if expected[-1] in ends:
-            break
-    run.add(sequence)
-    updates = run.drain()
-    got = outputs(updates)["r"]
+    run = ToyRun.make()
+    run.add(prompt_sequence("r", PROMPT, 20, min_tokens=min_tokens, stop_token_ids=[stop]))
+    got = outputs(run.drain())["r"]
     assert got == expected[len(PROMPT) :]
-    assert not set(got[:4]) & set(ends) and got != OUTPUT[: len(got)]
+    assert (got == OUTPUT[:5]) == (min_tokens <= 4)
 
 
 def test_rows_frozen_ahead_of_the_host_end_once_and_return_their_pages() -> None:
@@ -209,10 +209,9 @@ def test_the_row_with_nan_stays_frozen_when_steps_follow_before_the_host_knows()
     assert after[SlotField.NUM_TOKENS] == before[SlotField.NUM_TOKENS] == 4
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_bad_row_of_the_head_makes_every_row_not_finite(value: float) -> None:
+def test_nan_in_one_row_of_the_head_ends_every_row_with_an_error() -> None:
     run = ToyRun.make()
-    run.head = run.head.at[7, 7].set(value)
+    run.head = run.head.at[7, 7].set(jnp.nan)
     for name, (prompt, max_tokens) in enumerate(random_prompts(3)):
         run.add(prompt_sequence(str(name), prompt, max_tokens))
     output = run.schedule()
@@ -223,12 +222,15 @@ def test_a_bad_row_of_the_head_makes_every_row_not_finite(value: float) -> None:
     assert all(update.finish_reason is FinishReason.ERROR for update in finals)
 
 
-def test_logits_that_are_all_minus_infinity_are_not_finite() -> None:
-    run = ToyRun.make()
-    run.head = jnp.full((VOCABULARY, VOCABULARY), -jnp.inf)
-    run.add(prompt_sequence("r", PROMPT))
-    output = run.schedule()
-    assert run.run(output).is_finite.tolist() == [False]
+@pytest.mark.parametrize("mode", [SampleMode.GREEDY, SampleMode.FULL])
+def test_rows_with_nan_or_infinity_or_no_finite_logit_are_not_finite(mode: SampleMode) -> None:
+    logits = np.zeros((6, VOCABULARY), np.float32)
+    logits[1, 7], logits[2, 7], logits[3, 7], logits[4] = np.nan, np.inf, -np.inf, -np.inf
+    # A row of the identity times the logits would make NaN of 0 * inf: so one hidden unit a row.
+    for row, expected in enumerate([True, False, False, True, False, True]):
+        head, hidden = logits[row][:, None], np.ones((6, 1), np.float32)
+        result, _ = sample(mode, head, hidden, np.arange(6), make_state())
+        assert np.asarray(result)[:, 2].tolist() == [int(expected)] * 6
 
 
 def test_decode_steps_of_greedy_rows_run_as_one_program() -> None:

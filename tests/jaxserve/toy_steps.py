@@ -101,7 +101,7 @@ class _ToyLayout:
 FUNCTIONS = StepFunctions(cast(WeightLayout, _ToyLayout()))
 _forward = jax.jit(FUNCTIONS.forward, static_argnums=0)
 _decode = jax.jit(FUNCTIONS.decode, static_argnums=(0, 1))
-_sample = jax.jit(FUNCTIONS.sample, static_argnums=0)
+sample = jax.jit(FUNCTIONS.sample, static_argnums=0)
 admit = jax.jit(FUNCTIONS.admit, static_argnums=0)
 
 
@@ -189,7 +189,7 @@ class ToyRun:
         hidden, slot_ids, self.cache, self.state = _forward(layout, *arrays)
         if batch.mode is None:
             return _read(np.tile(np.array([[0, 0, 1]], np.int32), (batch.num_rows, 1)), None)
-        result, self.state = _sample(batch.mode, self.head, hidden, slot_ids, self.state)
+        result, self.state = sample(batch.mode, self.head, hidden, slot_ids, self.state)
         return _read(result, batch.num_rows)
 
     def add(self, *sequences: Sequence) -> None:

@@ -1,0 +1,67 @@
+"""Limits: the sizes that an engine gets where its config leaves them open."""
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineConfigError
+from jaxserve.execution.buckets import BucketTable, make_bucket_table
+from jaxserve.execution.memory_plan import free_device_bytes
+from models.config import ModelConfig
+
+SMALLEST_GPU_ROW_BUCKET = 8
+"""XLA's products of fewer rows are slower than those of eight (measured on an H200)."""
+LARGE_GPU_BYTES = 60 * 2**30
+"""From this memory on a GPU gets vLLM's limits for large GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The sizes that an engine ended up with."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def choose_limits(config: EngineConfig, model: ModelConfig, *, is_gpu: bool) -> Limits:
+    """What the config asks for, else defaults of the model and the device.
+
+    Raises:
+      EngineConfigError: max_model_len is longer than the model.
+    """
+    longest = model.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise EngineConfigError(
+            f"max_model_len must be at most the model's {longest}; got {max_model_len}"
+        )
+    max_num_seqs, num_tokens = _device_defaults(is_gpu)
+    max_num_seqs = config.max_num_seqs or max_num_seqs
+    budget = config.max_num_batched_tokens or max(num_tokens, max_num_seqs)
+    return Limits(
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
+
+
+def choose_buckets(config: EngineConfig, limits: Limits, *, is_gpu: bool) -> BucketTable:
+    """The padded shapes; a CPU gets few, since it computes each padded row."""
+    row_buckets, token_buckets = config.row_buckets, config.token_buckets
+    if not is_gpu:
+        row_buckets, token_buckets = row_buckets or (1,), token_buckets or (64,)
+    return make_bucket_table(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        smallest_row_bucket=SMALLEST_GPU_ROW_BUCKET,
+        row_buckets=row_buckets,
+        token_buckets=token_buckets,
+    )
+
+
+def _device_defaults(is_gpu: bool) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens), as vLLM chooses them by the GPU's memory."""
+    if not is_gpu:
+        return 8, 256
+    free = free_device_bytes(jax.devices()[0])
+    return (1024, 8192) if free and free[1] >= LARGE_GPU_BYTES else (256, 2048)
