@@ -127,7 +127,11 @@ class Engine:
         return output
 
     def _start(self, output: SchedulerOutput) -> None:
-        """Build and dispatch a step; one that raises ends its own sequences and no others."""
+        """Build and dispatch a step; one that raises ends its own sequences.
+
+        Where the device itself fails, cache and state are lost with the donated arrays: later
+        steps then fail in the same way, until nothing is left, and no request waits for ever.
+        """
         times, start = self.times, time.perf_counter()
         try:
             batch = self._builder.build(output)

@@ -48,8 +48,7 @@ class CacheGeometry:
 class CacheGroup:
     """Keys and values of the layers that share page tables.
 
-    Every slot holds a finite value at all times (zeros at first): kernels multiply the values
-    behind a sequence's end by a probability of zero.
+    Zeros at first. Slots behind a sequence's end may hold anything, NaN too: the kernels mask them.
 
     Attributes:
       k_pages: [L, P, B, K, H] in the geometry's dtype. Page 0 is the null page, never owned.

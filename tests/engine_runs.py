@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.engine_builder import BuiltEngine, build_engine
+from jaxserve.execution.model_runner import ModelRunner
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.step import SequenceUpdate
-from tests.goldens_loader import GOLDENS_FOLDER
+from tests.goldens_loader import GOLDENS_FOLDER, load_golden
 
 
 def make_engine(folder: Path, **settings: Any) -> BuiltEngine:
@@ -53,6 +57,16 @@ def with_scheduler(
     scheduler = Scheduler(config, (PagePool(num_pages, 16),))
     in_flight = config.max_steps_in_flight
     return Engine(scheduler, old._builder, old.runner, max_steps_in_flight=in_flight, seed=seed)
+
+
+def with_empty_cache(engine: Engine, leaves: Sequence[jax.Array] | None = None) -> Engine:
+    """The engine with a cache and a state of its own, both zeros, and perhaps other weights."""
+    old = engine.runner
+    cache, state = jax.tree.map(jnp.zeros_like, (old._cache, old._state))
+    index = next(i for i, leaf in enumerate(old._leaves) if leaf is old._head)
+    weights = old._leaves if leaves is None else leaves
+    engine.runner = ModelRunner(weights, cache, state, old._programs, head_index=index)
+    return engine
 
 
 def greedy(max_tokens: int = 64, **settings: Any) -> SamplingParams:
@@ -97,3 +111,39 @@ def generate(
 def tokens_of(updates: Sequence[SequenceUpdate]) -> tuple[int, ...]:
     """All output tokens of one sequence's updates."""
     return tuple(token for update in updates for token in update.new_token_ids)
+
+
+def sampled(seed: int | None = 5, **fields: Any) -> SamplingParams:
+    """Seeded parameters that ignore the end of sequence."""
+    defaults = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": seed}
+    return SamplingParams(**(defaults | fields))
+
+
+def final_of(updates: list[SequenceUpdate]) -> SequenceUpdate:
+    """The last update, which alone has a finish reason."""
+    finals = [update for update in updates if update.finish_reason is not None]
+    assert finals == updates[-1:]
+    return finals[0]
+
+
+def step_until(engine: Engine, condition: Callable[[], bool]) -> list[SequenceUpdate]:
+    """Step until the engine is in a state; the updates on the way."""
+    updates: list[SequenceUpdate] = []
+    for _ in range(400):
+        if condition():
+            return updates
+        updates += engine.step()
+        engine.scheduler.check_invariants()
+    raise AssertionError("the state was never reached")
+
+
+def assert_idle_and_sane(engine: Engine) -> None:
+    """Nothing is held any more, and the next requests get the golden tokens of llama_gqa."""
+    golden = load_golden("llama_gqa")
+    engine.scheduler.check_invariants()
+    assert not engine.has_unfinished and engine.scheduler.kv_cache_usage == 0
+    roster = engine.scheduler._roster
+    assert all(pool.num_free == pool.num_usable for pool in roster.page_pools)
+    assert roster.slot_pool.num_free == roster.slot_pool.max_num_seqs
+    outputs = generate(engine, [case.prompt for case in golden.mixed[:7]], greedy())
+    assert outputs == [case.tokens for case in golden.mixed[:7]]

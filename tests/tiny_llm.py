@@ -23,6 +23,7 @@ SETTINGS: dict[str, Any] = {
     "token_buckets": (64,),
     "num_gpu_blocks_override": 24,
 }
+ROLES = {1: "system", 2: "user", 3: "assistant"}
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}w9{% endif %}"
@@ -30,9 +31,9 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path, *, has_template: bool = True) -> Path:
-    """A folder whose tokenizer has the word "w7" for the id 7; words for roles are 1, 2 and 3."""
+    """A folder whose tokenizer has the word "w7" for the id 7, and roles for a few others."""
     words = {f"w{i}": i for i in range(256)}
-    for role, token_id in (("system", 1), ("user", 2), ("assistant", 3)):
+    for token_id, role in ROLES.items():
         del words[f"w{token_id}"]
         words[role] = token_id
     backend = Backend(WordLevel(words, unk_token="w0"))
@@ -45,8 +46,8 @@ def write_tokenizer(folder: Path, *, has_template: bool = True) -> Path:
 
 
 def to_text(token_ids: tuple[int, ...] | list[int]) -> str:
-    """The text of ids that are no roles."""
-    return " ".join(f"w{token_id}" for token_id in token_ids)
+    """The text of ids."""
+    return " ".join(ROLES.get(token_id, f"w{token_id}") for token_id in token_ids)
 
 
 def flags(tokenizer: Path | None = None) -> list[str]:

@@ -29,7 +29,8 @@ def choose_limits(config: EngineConfig, model: ModelConfig, *, is_gpu: bool) -> 
     """What the config asks for, else defaults of the model and the device.
 
     Raises:
-      EngineConfigError: max_model_len is longer than the model.
+      EngineConfigError: max_model_len is longer than the model, or a step of
+        max_num_batched_tokens does not take a token of each of max_num_seqs.
     """
     longest = model.max_position_embeddings
     max_model_len = config.max_model_len or longest
@@ -37,9 +38,14 @@ def choose_limits(config: EngineConfig, model: ModelConfig, *, is_gpu: bool) -> 
         raise EngineConfigError(
             f"max_model_len must be at most the model's {longest}; got {max_model_len}"
         )
-    max_num_seqs, num_tokens = _device_defaults(is_gpu)
-    max_num_seqs = config.max_num_seqs or max_num_seqs
-    budget = config.max_num_batched_tokens or max(num_tokens, max_num_seqs)
+    default_seqs, default_tokens = _device_defaults(is_gpu)
+    budget = config.max_num_batched_tokens
+    max_num_seqs = config.max_num_seqs or min(default_seqs, budget or default_seqs)
+    budget = budget or max(default_tokens, max_num_seqs)
+    if budget < max_num_seqs:
+        raise EngineConfigError(
+            f"max_num_batched_tokens must be at least max_num_seqs={max_num_seqs}; got {budget}"
+        )
     return Limits(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
     )

@@ -1,8 +1,8 @@
 """What each token adds to the decoded text, so that text can be joined token by token.
 
-`tokenizers.decoders.DecodeStream` is not used: it raises InvalidPrefix on broken UTF-8, gives the
-whole prompt back when the prompt ends inside a character, and holds text without end behind a
-genuine U+FFFD (0.23.3, 2026-11). The joiners here give exactly the text of `Tokenizer.decode`.
+`tokenizers.decoders.DecodeStream` is not used: when the prompt ends inside a character it gives the
+whole prompt back as the first piece (seen with 0.23.3), and it has no way to ask for what it holds
+back at the end. The joiners here give exactly the text of `Tokenizer.decode`.
 """
 
 import codecs

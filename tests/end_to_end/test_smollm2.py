@@ -1,4 +1,4 @@
-"""The embedded SmolLM2 in float32 through LLM, against transformers' answers (goldens/smollm2.json).
+"""The embedded SmolLM2 in float32 through LLM, against transformers' answers in smollm2.json.
 
 The goldens hold ids, log-probabilities and margins (best less second logit) of greedy tokens that
 go on behind the end of sequence.

@@ -1,7 +1,7 @@
-"""The engine on a real tiny model: sampling, ends, aborts, errors; compiled once for all tests."""
+"""The engine on a real tiny model: ends, errors, and serving without a compilation."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -16,14 +16,17 @@ from jaxserve.execution.programs import CompilationCounter
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.request import FinishReason
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.step import SequenceUpdate
 from tests.engine_runs import (
     add_request,
+    assert_idle_and_sane,
     drain,
+    final_of,
     generate,
     greedy,
+    sampled,
     shared_engine,
     tokens_of,
+    with_empty_cache,
     with_scheduler,
 )
 from tests.goldens_loader import load_golden
@@ -37,158 +40,6 @@ EOS = 2
 @pytest.fixture
 def engine() -> Engine:
     return with_scheduler(shared_engine())
-
-
-def sampled(seed: int | None = 5, **fields: Any) -> SamplingParams:
-    defaults = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": seed}
-    return SamplingParams(**(defaults | fields))
-
-
-def run_alone(params: SamplingParams, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
-    return generate(with_scheduler(shared_engine()), [prompt], params)[0]
-
-
-# Sampling
-
-
-SEEDED = {
-    "temperature": sampled(),
-    "low temperature": sampled(temperature=0.4),
-    "top_k": sampled(top_k=12),
-    "top_p": sampled(top_p=0.8),
-    "min_p": sampled(min_p=0.05),
-    "all of them": sampled(temperature=1.5, top_k=30, top_p=0.9, min_p=0.01),
-    "logprobs": sampled(logprobs=2),
-}
-
-
-@pytest.mark.parametrize("name", SEEDED)
-def test_a_seed_gives_the_same_tokens_alone_and_among_seven_mates_in_any_order(name: str) -> None:
-    params = SEEDED[name]
-    alone = run_alone(params)
-    assert len(set(alone)) > 3
-    mates = [greedy(20), sampled(6), sampled(7, top_k=3), sampled(8, logprobs=1), greedy(40)]
-    mates += [sampled(9, min_tokens=3, ignore_eos=False), sampled(None)]
-    prompts = [mate.prompt for mate in MATES]
-    engine = with_scheduler(shared_engine())
-    assert generate(engine, [PROMPT, *prompts], [params, *mates])[0] == alone
-    assert generate(engine, [*prompts, PROMPT], [*mates, params])[-1] == alone
-
-
-@pytest.mark.parametrize("threshold", [1, 7])
-def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(threshold: int) -> None:
-    engine = with_scheduler(shared_engine(), long_prefill_token_threshold=threshold)
-    assert generate(engine, [PROMPT], sampled(top_p=0.9)) == [run_alone(sampled(top_p=0.9))]
-
-
-@pytest.mark.parametrize("max_steps_in_flight", [1, 3])
-def test_a_seed_gives_the_same_tokens_with_any_number_of_steps_in_flight(
-    max_steps_in_flight: int,
-) -> None:
-    engine = with_scheduler(shared_engine(), max_steps_in_flight=max_steps_in_flight)
-    assert generate(engine, [PROMPT], sampled()) == [run_alone(sampled())]
-
-
-def test_a_seed_gives_the_same_tokens_after_preemption() -> None:
-    params = [sampled(seed, max_tokens=60, top_k=40) for seed in range(8)]
-    prompts = [case.prompt for case in GOLDEN.mixed[5:13]]
-    engine = with_scheduler(shared_engine(), num_pages=21)
-    together = generate(engine, prompts, params)
-    assert engine.scheduler.num_preemptions > 0
-    assert together == [run_alone(*pair) for pair in zip(params, prompts, strict=True)]
-
-
-def test_two_seeds_differ_and_so_do_two_positions() -> None:
-    outputs = {run_alone(sampled(seed)) for seed in (0, 1, 2**40, 2**63 - 1, -3)}
-    assert len(outputs) == 5
-    # One likely token over and over would mean that the noise does not change.
-    assert all(len(set(output)) > 8 for output in outputs)
-
-
-def test_requests_without_a_seed_differ_but_an_engine_repeats_itself() -> None:
-    def run(seed: int) -> list[tuple[int, ...]]:
-        engine = with_scheduler(shared_engine(), seed=seed)
-        return generate(engine, [PROMPT, PROMPT], sampled(None))
-
-    first, second = run(0)
-    assert first != second
-    assert run(0) == [first, second]
-    assert run(1) != [first, second]
-
-
-def test_three_samples_of_a_seed_are_those_of_three_seeds_alone(engine: Engine) -> None:
-    add_request(engine, "r", PROMPT, sampled(11, n=3))
-    updates = drain(engine)
-    assert [tokens_of(updates["r", index]) for index in range(3)] == [
-        run_alone(sampled(11 + index)) for index in range(3)
-    ]
-
-
-def test_greedy_rows_among_sampling_rows_keep_the_golden_tokens(engine: Engine) -> None:
-    sampling = [sampled(1), sampled(2, top_k=5), sampled(3, top_p=0.5), sampled(4, min_p=0.2)]
-    params = [p for s in sampling for p in (greedy(), s)]
-    prompts = [case.prompt for case in GOLDEN.mixed[4:12]]
-    outputs = generate(engine, prompts, params)
-    assert outputs[::2] == [case.tokens for case in GOLDEN.mixed[4:12:2]]
-    assert outputs[1::2] != [case.tokens[:24] for case in GOLDEN.mixed[5:12:2]]
-
-
-def test_top_k_of_one_and_a_tiny_top_p_are_greedy() -> None:
-    for params in (sampled(top_k=1), sampled(top_p=1e-6), sampled(min_p=1.0)):
-        assert run_alone(params) == GOLDEN.alone.tokens[:24]
-
-
-# Log-probabilities
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
-
-
-def test_log_probabilities_are_those_of_the_golden_logits(engine: Engine) -> None:
-    cases = [
-        (case.prompt[: position + 1], log_softmax(case.logits[position]))
-        for case in GOLDEN.logits
-        for position in range(0, len(case.prompt), 3)
-    ]
-    for index, (prompt, _) in enumerate(cases):
-        params = greedy(1, logprobs=20) if index % 2 else sampled(index, max_tokens=1, logprobs=5)
-        add_request(engine, str(index), prompt, params)
-    updates = drain(engine)
-    ranks = set()
-    for index, (_, expected) in enumerate(cases):
-        (update,) = updates[str(index), 0]
-        (token,), logprobs = update.new_token_ids, update.logprobs
-        assert logprobs is not None and len(logprobs) == 1
-        (entry,) = logprobs
-        assert entry.logprob == pytest.approx(expected[token], abs=1e-4)
-        assert entry.rank == 1 + (expected > expected[token]).sum()
-        order = np.argsort(-expected)[: 20 if index % 2 else 5]
-        assert entry.top_ids == tuple(order.tolist())
-        np.testing.assert_allclose(entry.top_logprobs, expected[order], atol=1e-4)
-        ranks.add(entry.rank)
-    assert len(ranks) > 1
-
-
-def test_every_token_of_a_row_that_asks_has_log_probabilities_and_no_other(engine: Engine) -> None:
-    add_request(engine, "with", PROMPT, greedy(20, logprobs=0))
-    add_request(engine, "without", MATES[4].prompt, greedy(20))
-    updates = drain(engine)
-    entries = [entry for update in updates["with", 0] for entry in update.logprobs or ()]
-    assert len(entries) == 20
-    assert all(entry.rank == 1 and entry.top_ids == () for entry in entries)
-    assert all(update.logprobs is None for update in updates["without", 0])
-    assert tokens_of(updates["with", 0]) == GOLDEN.alone.tokens[:20]
-
-
-# Ends
-
-
-def final_of(updates: list[SequenceUpdate]) -> SequenceUpdate:
-    finals = [update for update in updates if update.finish_reason is not None]
-    assert finals == updates[-1:]
-    return finals[0]
 
 
 def test_a_stop_id_ends_a_row_and_the_others_go_on(engine: Engine) -> None:
@@ -241,143 +92,15 @@ def test_a_request_that_can_never_fit_is_refused(engine: Engine) -> None:
     assert not engine.has_unfinished
 
 
-# Aborts
-
-
-def assert_idle_and_sane(engine: Engine) -> None:
-    """Nothing is held any more, and the next requests get the golden tokens."""
-    engine.scheduler.check_invariants()
-    assert not engine.has_unfinished and engine.scheduler.kv_cache_usage == 0
-    roster = engine.scheduler._roster
-    assert all(pool.num_free == pool.num_usable for pool in roster.page_pools)
-    assert roster.slot_pool.num_free == roster.slot_pool.max_num_seqs
-    outputs = generate(engine, [case.prompt for case in MATES], greedy())
-    assert outputs == [case.tokens for case in MATES]
-
-
-def step_until(engine: Engine, condition: Callable[[], bool]) -> list[SequenceUpdate]:
-    """Step until the engine is in a state; the updates on the way."""
-    updates: list[SequenceUpdate] = []
-    for _ in range(400):
-        if condition():
-            return updates
-        updates += engine.step()
-        engine.scheduler.check_invariants()
-    raise AssertionError("the state was never reached")
-
-
-def fill(engine: Engine, count: int = 9) -> None:
-    """More requests than there are slots."""
-    for index in range(count):
-        add_request(engine, str(index), GOLDEN.mixed[8].prompt, greedy(60))
-
-
-def aborted_finals(engine: Engine, request_ids: Sequence[str]) -> None:
-    """Abort, drain, and check that each ends once and the others end by length."""
-    for request_id in request_ids:
-        victims = engine.scheduler._roster.find(request_id, None)
-        engine.abort(request_id)
-        engine.abort(request_id)
-        engine.scheduler.check_invariants()
-        for victim in victims:
-            # A step in flight still writes its pages.
-            assert bool(victim.page_tables[0]) == bool(victim.num_steps_in_flight)
-    updates = drain(engine)
-    for (request_id, _), of_one in updates.items():
-        is_aborted = request_id in request_ids
-        reason = FinishReason.ABORT if is_aborted else FinishReason.LENGTH
-        assert final_of(of_one).finish_reason is reason
-    assert {request_id for request_id, _ in updates} >= set(request_ids)
-
-
-def sequence(engine: Engine, request_id: str):
-    (found,) = engine.scheduler._roster.find(request_id, None)
-    return found
-
-
-def test_an_abort_of_a_waiting_request_frees_everything(engine: Engine) -> None:
-    fill(engine)
-    engine.step()
-    assert sequence(engine, "8") in engine.scheduler._roster.waiting
-    aborted_finals(engine, ["8"])
-    assert_idle_and_sane(engine)
-
-
-def test_an_abort_before_the_first_step_frees_everything(engine: Engine) -> None:
-    add_request(engine, "r", PROMPT, greedy())
-    aborted_finals(engine, ["r"])
-    assert_idle_and_sane(engine)
-
-
-def test_an_abort_between_the_chunks_of_a_prompt_frees_everything() -> None:
-    engine = with_scheduler(shared_engine(), long_prefill_token_threshold=7)
-    add_request(engine, "long", GOLDEN.mixed[16].prompt, greedy())
-    add_request(engine, "other", PROMPT, greedy(9))
-    step_until(engine, lambda: sequence(engine, "long").num_computed_tokens > 30)
-    assert sequence(engine, "long").num_computed_tokens < len(GOLDEN.mixed[16].prompt)
-    aborted_finals(engine, ["long"])
-    assert_idle_and_sane(engine)
-
-
-def test_an_abort_of_decoding_rows_frees_everything(engine: Engine) -> None:
-    fill(engine)
-    step_until(engine, lambda: sequence(engine, "3").num_output_tokens > 4)
-    assert sequence(engine, "3").num_steps_in_flight > 0
-    aborted_finals(engine, ["3", "5"])
-    assert_idle_and_sane(engine)
-
-
-def test_an_abort_of_a_preempted_request_frees_everything() -> None:
-    engine = with_scheduler(shared_engine(), num_pages=24)
-    fill(engine, 6)
-    roster = engine.scheduler._roster
-    step_until(engine, lambda: any(s.num_preemptions for s in roster.waiting))
-    victim = next(s.request.request_id for s in roster.waiting if s.num_preemptions)
-    aborted_finals(engine, [victim])
-    assert engine.scheduler.num_preemptions > 0
-    assert_idle_and_sane(engine)
-
-
-def test_an_abort_of_everything_in_the_middle_frees_everything() -> None:
-    engine = with_scheduler(shared_engine(), num_pages=24)
-    fill(engine)
-    for _ in range(25):
-        engine.step()
-    aborted_finals(engine, [str(index) for index in range(9)])
-    assert_idle_and_sane(engine)
-
-
-def test_an_abort_of_one_of_three_samples_leaves_the_other_two(engine: Engine) -> None:
-    add_request(engine, "r", PROMPT, sampled(11, n=3))
-    roster = engine.scheduler._roster
-    first = step_until(engine, lambda: roster.find("r", 1)[0].num_output_tokens > 3)
-    engine.abort("r", 1)
-    updates = drain(engine)
-    assert final_of(updates["r", 1]).finish_reason is FinishReason.ABORT
-    for index in (0, 2):
-        tokens = tokens_of([u for u in first if u.index == index] + updates["r", index])
-        assert tokens == run_alone(sampled(11 + index))
-    assert_idle_and_sane(engine)
-
-
-# Errors
-
-
 POISON = 250
 
 
 def poisoned_engine(**limits: Any) -> Engine:
     """The shared engine's programs with NaN in the embedding of one token, and an empty cache."""
     engine = with_scheduler(shared_engine(), **limits)
-    runner = engine.runner
-    leaves = list(runner._leaves)
-    assert leaves[0].shape == (256, 64) and leaves[0] is not runner._head
-    leaves[0] = leaves[0].at[POISON].set(jnp.nan)
-    cache = jax.tree.map(jnp.zeros_like, runner._cache)
-    state = jax.tree.map(jnp.zeros_like, runner._state)
-    engine.runner = ModelRunner(leaves, cache, state, runner._programs, head_index=0)
-    engine.runner._head = runner._head
-    return engine
+    embedding, *others = engine.runner._leaves
+    assert embedding.shape == (256, 64) and embedding is not engine.runner._head
+    return with_empty_cache(engine, [embedding.at[POISON].set(jnp.nan), *others])
 
 
 CLEAN = [case for case in GOLDEN.mixed if POISON not in case.prompt + case.tokens]
@@ -448,9 +171,6 @@ def test_a_step_that_raises_ends_its_requests_with_an_error_and_no_later_one(
         assert "0xABC" not in final.error
     assert "0xABC" in caplog.text and "'1'" in caplog.text
     assert_idle_and_sane(engine)
-
-
-# Serving
 
 
 def random_params(rng: np.random.Generator, mode: SampleMode) -> SamplingParams:

@@ -220,9 +220,11 @@ def test_a_stream_that_is_read_by_the_bar_of_a_generate_disturbs_neither(llm: LL
 
 
 def test_a_stream_left_early_ends_its_request(llm: LLM):
+    num_steps = llm.engine.times.num_steps
     for _ in llm.stream(PROMPTS[0], greedy(60)):
         break
     assert not llm.engine.has_unfinished
+    assert llm.engine.times.num_steps - num_steps < 6
 
 
 def test_a_stream_that_was_never_read_costs_nothing(llm: LLM):
@@ -233,7 +235,7 @@ def test_a_stream_that_was_never_read_costs_nothing(llm: LLM):
 
 def test_a_stream_is_of_one_prompt(llm: LLM):
     with pytest.raises(InvalidRequestError, match="prompt must be one"):
-        llm.stream([[1], [2]], greedy())
+        llm.stream([[1], [2]], greedy())  # pyright: ignore[reportArgumentType]
 
 
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {
@@ -308,7 +310,7 @@ def test_chat_renders_one_conversation_or_many(llm: LLM):
 
 def test_chat_takes_another_template_and_continues_a_message(llm: LLM):
     messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
-    options = {"add_generation_prompt": False, "continue_final_message": True}
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     (output,) = llm.chat(messages, greedy(2), use_tqdm=False, **options)
     assert output.prompt_token_ids == [2, 5, 3, 6]
     template = "{{ messages[0].content }} w200"
@@ -371,19 +373,24 @@ def test_without_a_tokenizer_only_ids_are_taken_and_given():
     )
     (output,) = llm.generate(PROMPTS[0], greedy(), use_tqdm=False)
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", TOKENS[0][:20])
-    for call in (
-        lambda: llm.generate("w5", greedy()),
-        lambda: llm.chat([{"role": "user", "content": "w5"}], greedy()),
-        lambda: llm.generate(PROMPTS[0], greedy(stop="w5")),
-        llm.get_tokenizer,
-    ):
-        with pytest.raises(InvalidRequestError, match="tokenizer"):
-            call()
+    with pytest.raises(InvalidRequestError, match="must be token ids when the engine has no token"):
+        llm.generate("w5", greedy())
+    with pytest.raises(InvalidRequestError, match="chat must have a tokenizer"):
+        llm.chat([{"role": "user", "content": "w5"}], greedy())
+    with pytest.raises(InvalidRequestError, match="stop must be empty when .* no tokenizer"):
+        llm.generate(PROMPTS[0], greedy(stop="w5"))
+    with pytest.raises(InvalidRequestError, match="get_tokenizer must have a tokenizer"):
+        llm.get_tokenizer()
     assert llm.get_world_size() == 1
+
+
+def test_an_llm_that_is_deleted_gives_its_arrays_back():
+    llm = LLM(MODEL, skip_tokenizer_init=True, **SETTINGS)
+    llm.generate(PROMPTS[0], greedy(2), use_tqdm=False)
     runner = weakref.ref(llm.engine.runner)
-    del llm, call
+    del llm
     gc.collect()
-    assert runner() is None, "an LLM that is deleted must give its arrays back"
+    assert runner() is None
 
 
 def test_defaults_come_from_the_generation_config(llm: LLM, tmp_path: Path):
@@ -402,7 +409,7 @@ def test_defaults_come_from_the_generation_config(llm: LLM, tmp_path: Path):
 def refuse(error: type[Exception], message: str, **settings: Any) -> None:
     """The LLM is refused before its weights are read."""
     with pytest.raises(error, match=message) as caught:
-        LLM(**({"model": MODEL} | settings))
+        LLM(settings.pop("model", MODEL), **settings)
     assert "\n" not in str(caught.value)
 
 

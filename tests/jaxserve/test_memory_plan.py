@@ -10,7 +10,7 @@ from jaxserve import engine_builder
 from jaxserve.config import EngineConfig
 from jaxserve.engine_builder import BuiltEngine, build_engine
 from jaxserve.errors import EngineConfigError
-from jaxserve.execution import memory_plan
+from jaxserve.execution import limits, memory_plan
 from jaxserve.execution.memory_plan import (
     PAGE_COUNT_STEP,
     RESERVED_BYTES,
@@ -153,7 +153,7 @@ class SimulatedGPU:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.free_bytes, self.num_measurements = 0, 0
         limit = 1 << 40
-        for module in (engine_builder, memory_plan):
+        for module in (engine_builder, limits):
             monkeypatch.setattr(module, "free_device_bytes", lambda _: (self.free_bytes, limit))
         monkeypatch.setattr(engine_builder, "configure_jax", lambda **_: folder)
         monkeypatch.setattr(ProgramTable, "compile_all", lambda *_, **__: 0.0)

@@ -4,12 +4,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve import engine_builder
 from jaxserve.engine import Engine
+from jaxserve.execution import limits
 from jaxserve.execution.buckets import BucketTable
 from jaxserve.execution.programs import ProgramTable
 from jaxserve.execution.sample_mode import SampleMode
-from tests.engine_runs import add_request, drain, greedy, make_engine, shared_engine, with_scheduler
+from tests.engine_runs import (
+    add_request,
+    drain,
+    greedy,
+    make_engine,
+    shared_engine,
+    with_empty_cache,
+    with_scheduler,
+)
 from tests.goldens_loader import GOLDENS_FOLDER, load_golden
 
 GOLDEN = load_golden("llama_gqa")
@@ -18,7 +26,7 @@ NUM_ROWS = 256
 
 @pytest.fixture
 def engine() -> Engine:
-    return with_scheduler(shared_engine(), max_steps_in_flight=1)
+    return with_empty_cache(with_scheduler(shared_engine(), max_steps_in_flight=1))
 
 
 def cached(engine: Engine) -> np.ndarray:
@@ -97,7 +105,7 @@ def wide_engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         ("sample", NUM_ROWS, SampleMode.GREEDY),
         ("admit", None, None),
     )
-    monkeypatch.setattr(engine_builder, "make_bucket_table", lambda **_: table)
+    monkeypatch.setattr(limits, "make_bucket_table", lambda **_: table)
     monkeypatch.setattr(ProgramTable, "keys", lambda _: greedy_keys)
     built = make_engine(
         GOLDENS_FOLDER / "llama_gqa",

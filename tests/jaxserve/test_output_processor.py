@@ -391,3 +391,47 @@ def test_all_kinds_of_output_tell_the_same(pieces, stop, interval):
         whole = "".join(text for index, text in pieces if index == completion.index)
         assert whole.startswith(completion.text)
         assert completion.stop_reason is not None or completion.text == whole
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("end", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT])
+def test_text_that_is_made_at_the_end_is_that_of_deltas(end: FinishReason, is_kept: bool):
+    texts = {}
+    for kind in (DELTA, FINAL_ONLY):
+        processor = make_processor()
+        processor.add(make_request(n=2, include_stop_str_in_output=is_kept, output_kind=kind))
+        updates = [make_update("a$"), make_update("x\xc3", 1), make_update("\xc3b")]
+        updates += [make_update("c", finish_reason=end, num_preemptions=2)]
+        updates += [make_update("", 1, finish_reason=FinishReason.ABORT, num_cached_tokens=1)]
+        total = RequestOutput("r", None, [65, 66])
+        *_, last = outputs = run(processor, *updates)
+        for output in outputs:
+            total.add(output, aggregate=True)
+        assert last.num_cached_tokens == 1 and total.metrics is not None
+        assert (total.metrics.num_generation_tokens, total.metrics.num_preemptions) == (7, 2)
+        texts[kind] = [(part.text, part.token_ids, part.finish_reason) for part in total.outputs]
+    assert texts[FINAL_ONLY] == texts[DELTA]
+    ends = "" if end is FinishReason.STOP and not is_kept else "c"
+    assert texts[DELTA][0][0] == f"a\ufffdb{ends}"
+
+
+def test_a_final_only_request_with_stop_strings_still_ends_at_once():
+    processor = make_processor()
+    processor.add(make_request(stop="b", output_kind=FINAL_ONLY))
+    assert processor.process([make_update("a")]).aborts == []
+    (abort,) = processor.process([make_update("bc")]).aborts
+    assert (abort.num_output_tokens, abort.stop) == (2, "b")
+
+
+def test_text_that_cannot_be_made_at_the_end_fails_its_request_alone(caplog):
+    processor = make_processor()
+    for request_id in ("bad", "good"):
+        processor.add(make_request(request_id, output_kind=FINAL_ONLY))
+    poison = SequenceUpdate(request_id="bad", index=0, new_token_ids=(POISON,))
+    assert processor.process([poison, make_update("a", request_id="good")]).outputs == []
+    end = FinishReason.LENGTH
+    ends = [make_update("b", request_id=i, finish_reason=end) for i in ("bad", "good")]
+    bad, good = processor.process(ends).outputs
+    assert bad.outputs[0].finish_reason == "error"
+    assert bad.outputs[0].error == "the output could not be decoded: OverflowError"
+    assert (good.outputs[0].text, good.outputs[0].finish_reason) == ("ab", "length")

@@ -1,0 +1,87 @@
+"""Tests of jaxserve/config.py."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineConfigError
+
+
+def test_the_defaults_are_valid_and_frozen():
+    config = EngineConfig()
+    assert (config.model, config.gpu_memory_utilization, config.block_size) == (None, 0.92, 16)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_sizes_are_sorted_and_kept_once():
+    config = EngineConfig(row_buckets=[8, 1, 8], token_buckets=(64,))  # pyright: ignore[reportArgumentType]
+    assert (config.row_buckets, config.token_buckets) == ((1, 8), (64,))
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("model", 3, "must be text"),
+    ("tokenizer", object(), "must be text .*not supported in this release"),
+    ("skip_tokenizer_init", 1, "must be True or False; got 1"),
+    ("load_format", "pt", "must be one of auto, gguf"),
+    ("dtype", "int8", "must be one of auto, float32"),
+    ("dtype", None, "must be text"),
+    ("hf_overrides", len, "must be a dict .*functions are not supported"),
+    ("generation_config", 3, "must be text"),
+    ("seed", 2**63, "must be at most"),
+    ("seed", 1.5, "must be an integer"),
+    ("max_model_len", 0, "must be at least 1; got 0"),
+    ("max_model_len", True, "must be an integer; got True"),
+    ("max_model_len", "8k", "must be an integer; got '8k'"),
+    ("gpu_memory_utilization", 0, r"must be in \(0, 1\]"),
+    ("gpu_memory_utilization", 1.1, r"must be in \(0, 1\]"),
+    ("gpu_memory_utilization", float("nan"), r"must be in \(0, 1\]"),
+    ("gpu_memory_utilization", "0.9", "must be a number; got '0.9'"),
+    ("gpu_memory_utilization", True, "must be a number; got True"),
+    ("kv_cache_memory_bytes", -1, "must be at least 1"),
+    ("num_gpu_blocks_override", 0, "must be at least 1"),
+    ("block_size", 17, "must be 16, 32, 64 or 128; got 17"),
+    ("block_size", 256, "must be 16, 32, 64 or 128"),
+    ("stored_head_dim", 80, "must be 64, 128 or 256"),
+    ("max_num_seqs", 0, "must be at least 1"),
+    ("max_num_batched_tokens", -5, "must be at least 1"),
+    ("long_prefill_token_threshold", -1, "must be at least 0"),
+    ("max_steps_in_flight", 0, "must be at least 1"),
+    ("row_buckets", 5, "must be a list of positive integers; got 5"),
+    ("row_buckets", (), "must be a list of positive integers"),
+    ("row_buckets", (0,), "must be a list of positive integers"),
+    ("token_buckets", [True], "must be a list of positive integers"),
+    ("token_buckets", "64", "must be a list of positive integers"),
+    ("attention_backend", "flash", "must be one of mosaic, xla"),
+    ("stacked_weights", "some", "must be one of none, vectors, all"),
+    ("tensor_parallel_size", 0, "must be at least 1"),
+    ("max_logprobs", 21, r"must be in \[0, 20\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), BAD)
+def test_a_bad_value_is_refused_with_name_rule_and_value(name: str, value: Any, rule: str):
+    with pytest.raises(EngineConfigError, match=f"^{name} {rule}"):
+        EngineConfig(**{name: value})
+
+
+def test_each_field_that_has_a_rule_is_among_the_bad_ones():
+    free = {"chat_template", "compilation_cache_dir"}
+    assert {field.name for field in dataclasses.fields(EngineConfig)} - free == {b[0] for b in BAD}
+
+
+def test_arguments_of_later_releases_are_taken_only_where_they_ask_nothing():
+    neutral = {"quantization": None, "enable_lora": False, "cpu_offload_gb": 0.0}
+    assert EngineConfig.from_keywords(seed=1, **neutral) == EngineConfig(seed=1)
+    for name, value in {"quantization": "awq", "enable_lora": True, "pooler_config": [1]}.items():
+        with pytest.raises(EngineConfigError, match=f"^{name} is not supported in this release"):
+            EngineConfig.from_keywords(**{name: value})
+
+
+def test_an_unknown_argument_is_named_with_the_one_that_was_meant():
+    with pytest.raises(EngineConfigError, match=r"got max_seqs; did you mean max_num_seqs\?"):
+        EngineConfig.from_keywords(max_seqs=3)
+    with pytest.raises(EngineConfigError, match="keywords must be engine arguments; got zzz$"):
+        EngineConfig.from_keywords(zzz=3)

@@ -1,0 +1,71 @@
+"""Limits: what the config leaves open, and what it may not ask for."""
+
+from typing import Any
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineConfigError
+from jaxserve.execution import limits
+from jaxserve.execution.limits import Limits, choose_buckets, choose_limits
+from models.config import ModelConfig
+from models.loading.source import open_source
+from tests.goldens_loader import GOLDENS_FOLDER
+
+MODEL = ModelConfig.from_dict(open_source(GOLDENS_FOLDER / "llama_gqa", "auto").config_dict())
+GIB = 2**30
+
+
+def limits_of(gpu_bytes: int | None = None, **settings: Any) -> Limits:
+    return choose_limits(EngineConfig(**settings), MODEL, is_gpu=gpu_bytes is not None)
+
+
+@pytest.fixture
+def gpu_of(monkeypatch: pytest.MonkeyPatch):
+    def set_memory(gpu_bytes: int | None) -> None:
+        stats = None if gpu_bytes is None else (gpu_bytes // 2, gpu_bytes)
+        monkeypatch.setattr(limits, "free_device_bytes", lambda _: stats)
+
+    return set_memory
+
+
+def sizes(chosen: Limits) -> tuple[int, int]:
+    return chosen.max_num_seqs, chosen.max_num_batched_tokens
+
+
+def test_defaults_follow_the_device(gpu_of) -> None:
+    assert sizes(limits_of()) == (8, 256)
+    gpu_of(24 * GIB)
+    assert sizes(limits_of(24 * GIB)) == (256, 2048)
+    gpu_of(141 * GIB)
+    assert sizes(limits_of(141 * GIB)) == (1024, 8192)
+
+
+def test_the_budget_grows_with_the_sequences_that_are_asked_for() -> None:
+    assert sizes(limits_of(max_num_seqs=300)) == (300, 300)
+
+
+def test_fewer_sequences_run_by_default_when_the_budget_is_smaller() -> None:
+    assert sizes(limits_of(max_num_batched_tokens=5)) == (5, 5)
+
+
+def test_a_budget_below_the_sequences_that_are_asked_for_is_refused() -> None:
+    with pytest.raises(EngineConfigError, match="at least max_num_seqs=6; got 5"):
+        limits_of(max_num_seqs=6, max_num_batched_tokens=5)
+
+
+def test_a_length_beyond_the_model_is_refused() -> None:
+    longest = MODEL.max_position_embeddings
+    assert limits_of().max_model_len == limits_of(max_model_len=longest).max_model_len == longest
+    with pytest.raises(EngineConfigError, match=f"{longest}; got {longest + 1}"):
+        limits_of(max_model_len=longest + 1)
+
+
+def test_a_cpu_compiles_few_buckets_and_all_end_with_the_limits() -> None:
+    table = choose_buckets(EngineConfig(), limits_of(), is_gpu=False)
+    assert (table.row_buckets, table.token_buckets) == ((1, 8), (64, 256))
+    table = choose_buckets(EngineConfig(), limits_of(), is_gpu=True)
+    assert (table.row_buckets, table.token_buckets) == ((8,), (128, 256))
+    config = EngineConfig(row_buckets=(4, 99), token_buckets=(32,))
+    table = choose_buckets(config, limits_of(), is_gpu=False)
+    assert (table.row_buckets, table.token_buckets) == ((4, 8), (32, 256))
