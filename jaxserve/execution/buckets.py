@@ -28,9 +28,9 @@ class BucketTable:
     """All buckets of an engine, and the choice among them.
 
     Attributes:
-      row_buckets: ascending S of pure decode steps; the last is `max_num_seqs`.
+      row_buckets: ascending S of pure decode steps; the last takes `max_num_seqs`.
       token_buckets: ascending T of steps with prompt tokens; the last is the token budget.
-      mixed_row_buckets: ascending S of those; the last is `max_num_seqs`.
+      mixed_row_buckets: ascending S of those; the last takes `max_num_seqs`.
     """
 
     row_buckets: tuple[int, ...]
@@ -82,21 +82,22 @@ def make_bucket_table(
     """The default table, or one from given sizes, capped at the limits and closed by them.
 
     Args:
-      max_num_seqs: largest S.
+      max_num_seqs: largest S, unless `smallest_row_bucket` is larger.
       max_num_batched_tokens: largest T.
       smallest_row_bucket: 8 on GPUs, where one row costs more than eight (measured); 1 on CPU.
       row_buckets: S of pure decode steps; when not given powers of two, and two sizes between
         the large ones, where padding costs most.
       token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
     """
+    largest_rows = max(max_num_seqs, smallest_row_bucket)
     if row_buckets is None:
-        row_buckets = _powers_of_two(smallest_row_bucket, max_num_seqs) + [384, 768]
+        row_buckets = _powers_of_two(smallest_row_bucket, largest_rows) + [384, 768]
     if token_buckets is None:
         token_buckets = _powers_of_two(128, max_num_batched_tokens)
     return BucketTable(
-        row_buckets=_closed(row_buckets, max_num_seqs),
+        row_buckets=_closed(row_buckets, largest_rows),
         token_buckets=_closed(token_buckets, max_num_batched_tokens),
-        mixed_row_buckets=_closed((16, 128), max_num_seqs),
+        mixed_row_buckets=_closed((16, 128), largest_rows),
     )
 
 

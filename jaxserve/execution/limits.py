@@ -59,7 +59,7 @@ def choose_buckets(config: EngineConfig, limits: Limits, *, is_gpu: bool) -> Buc
     return make_bucket_table(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        smallest_row_bucket=SMALLEST_GPU_ROW_BUCKET,
+        smallest_row_bucket=SMALLEST_GPU_ROW_BUCKET if is_gpu else 1,
         row_buckets=row_buckets,
         token_buckets=token_buckets,
     )

@@ -69,6 +69,14 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**given)
 
 
+def interactive_engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The same for commands that answer one request at a time: few programs, a quick start."""
+    config = engine_config(arguments)
+    if config.max_num_seqs is not None:
+        return config
+    return dataclasses.replace(config, max_num_seqs=1)
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add flags for the sampling parameters that a person sets by hand.
 

@@ -9,7 +9,7 @@ from jaxserve.sampling_params import SamplingParams
 from server.cli.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
-    engine_config,
+    interactive_engine_config,
     sampling_params,
 )
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read messages until the end of input; print answers as they come."""
     sampling_params(arguments)
-    llm = LLM.from_config(engine_config(arguments))
+    llm = LLM.from_config(interactive_engine_config(arguments))
     if arguments.chat_template is None and llm.get_tokenizer().chat_template is None:
         raise InvalidRequestError("--chat-template must be given; the model has no chat template")
     params = sampling_params(arguments, llm.get_default_sampling_params())

@@ -8,7 +8,7 @@ from jaxserve.llm import LLM
 from server.cli.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
-    engine_config,
+    interactive_engine_config,
     sampling_params,
 )
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate and print."""
     sampling_params(arguments)
     start = time.perf_counter()
-    llm = LLM.from_config(engine_config(arguments))
+    llm = LLM.from_config(interactive_engine_config(arguments))
     params = sampling_params(arguments, llm.get_default_sampling_params())
     ready = time.perf_counter()
     first_text: float | None = None
