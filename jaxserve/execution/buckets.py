@@ -29,7 +29,7 @@ class BucketTable:
 
     Attributes:
       row_buckets: ascending S of pure decode steps; the last takes `max_num_seqs`.
-      token_buckets: ascending T of steps with prompt tokens; the last is the token budget.
+      token_buckets: ascending T of steps with prompt tokens; the last takes the token budget.
       mixed_row_buckets: ascending S of those; the last takes `max_num_seqs`.
     """
 
@@ -83,7 +83,7 @@ def make_bucket_table(
 
     Args:
       max_num_seqs: largest S, unless `smallest_row_bucket` is larger.
-      max_num_batched_tokens: largest T.
+      max_num_batched_tokens: largest T, unless the largest S is larger.
       smallest_row_bucket: 8 on GPUs, where one row costs more than eight (measured); 1 on CPU.
       row_buckets: S of pure decode steps; when not given powers of two, and two sizes between
         the large ones, where padding costs most.
@@ -96,7 +96,7 @@ def make_bucket_table(
         token_buckets = _powers_of_two(128, max_num_batched_tokens)
     return BucketTable(
         row_buckets=_closed(row_buckets, largest_rows),
-        token_buckets=_closed(token_buckets, max_num_batched_tokens),
+        token_buckets=_closed(token_buckets, max(max_num_batched_tokens, largest_rows)),
         mixed_row_buckets=_closed((16, 128), largest_rows),
     )
 

@@ -89,3 +89,8 @@ def test_many_rows_of_few_tokens_move_up_to_a_bucket_with_enough_rows() -> None:
     assert table.select(5, 5, is_decode_only=False) == Bucket(64, 8, False)
     assert str(Bucket(64, 8, False)) == "mixed[T=64,S=8]"
     assert str(Bucket(8, 8, True)) == "decode[T=8,S=8]"
+
+
+def test_a_budget_below_the_smallest_row_bucket_still_ends_with_the_largest_bucket() -> None:
+    table = make_bucket_table(max_num_seqs=1, max_num_batched_tokens=1, smallest_row_bucket=8)
+    assert table.all() == (Bucket(8, 8, True), Bucket(8, 8, False))
