@@ -38,7 +38,7 @@ from models.attention import attention_kernels
 from models.config import ModelConfig
 from models.kv_cache import abstract_cache, allocate_cache, cache_geometries
 from models.loading.checkpoint import CheckpointLoader
-from models.loading.source import ModelSource, find_model, open_source
+from models.loading.source import ModelSource, OpenedModel, open_model
 from models.registry import model_class
 from models.sharding import Sharder, make_mesh
 from models.weight_layout import Stack, WeightLayout, WeightStore, make_dummy_leaves
@@ -75,14 +75,22 @@ class BuiltEngine:
     seconds: dict[str, float]
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine:
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, *, opened: OpenedModel | None = None
+) -> BuiltEngine:
     """Load, plan and compile.
+
+    Args:
+      config: the settings.
+      progress: hears of each stage.
+      opened: the config's model, if the caller has opened it already.
 
     Raises:
       ModelLoadError: the model's files are missing or refused; before any allocation.
       EngineConfigError: the settings do not fit the model or the device.
     """
-    return _EngineBuilder(config, progress or (lambda stage, done, total: None)).build()
+    opened = opened or open_model(config.model, config.load_format)
+    return _EngineBuilder(config, progress or (lambda stage, done, total: None)).build(opened)
 
 
 class _EngineBuilder:
@@ -92,9 +100,8 @@ class _EngineBuilder:
         self.config, self.progress = config, progress
         self.seconds: dict[str, float] = {}
 
-    def build(self) -> BuiltEngine:
-        path = find_model(self.config.model)
-        source = open_source(path, self.config.load_format)
+    def build(self, opened: OpenedModel) -> BuiltEngine:
+        path, source = opened.path, opened.source
         raw = source.config_dict() | (self.config.hf_overrides or {})
         config_path = path / "config.json" if path.is_dir() else path
         self.model = ModelConfig.from_dict(raw, str(config_path))

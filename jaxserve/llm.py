@@ -21,7 +21,7 @@ from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.text.chat_template import check_chat_template
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from models.errors import ModelLoadError
-from models.loading.source import find_model, open_source
+from models.loading.source import open_model
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -99,13 +99,14 @@ class LLM:
         """Read what is small first, so that mistakes are told before minutes of compilation."""
         from jaxserve.engine_builder import build_engine
 
-        path = find_model(config.model)
-        open_source(path, config.load_format).config_dict()
+        opened = open_model(config.model, config.load_format)
+        opened.source.config_dict()
+        path = opened.path
         self._tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, path)
         default_params = read_default_sampling(config.generation_config, path)
         chat_template = _read_chat_template(config.chat_template)
         with StartProgress() as progress:
-            self._built: BuiltEngine = build_engine(config, progress)
+            self._built: BuiltEngine = build_engine(config, progress, opened=opened)
         self.config, self.model_config = config, self._built.model_config
         of_tokenizer = self._tokenizer.eos_token_ids if self._tokenizer is not None else ()
         eos_token_ids = tuple(dict.fromkeys((*self.model_config.eos_token_ids, *of_tokenizer)))

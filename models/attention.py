@@ -144,6 +144,6 @@ class Attention(nnx.Module):
         prefilled = self.kernels.prefill(
             q, *pages, batch.seq_lens, batch.query_start_loc, batch.num_decode_rows, **options
         )
-        is_decode_token = jnp.arange(num_rows) < batch.num_decode_rows
-        head = jnp.where(is_decode_token[:, None, None], decoded, prefilled[:num_rows])
+        # A decode row has one token, and stands first: row i is token i.
+        head = jnp.where(is_decode_row[:, None, None], decoded, prefilled[:num_rows])
         return jnp.concatenate([head, prefilled[num_rows:]])

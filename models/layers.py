@@ -1,6 +1,7 @@
 """The parts that decoders share: Linear and its weight format, RMSNorm, embedding, gated MLP."""
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -33,17 +34,11 @@ class WeightFormat(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class DenseFormat:
     """Weights in the model's own float type, `[*in_dims, *out_dims]`."""
 
-    def __init__(self, dtype: str):
-        self.dtype = dtype
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DenseFormat) and other.dtype == self.dtype
-
-    def __hash__(self) -> int:
-        return hash(self.dtype)
+    dtype: str
 
     def parameters(self, in_dims: tuple[int, ...], out_dims: tuple[int, ...], axes: Axes) -> dict:
         """One parameter, `weight`."""
@@ -77,9 +72,10 @@ class Linear(nnx.Module):
     ):
         self.num_in_dims = len(in_dims)
         self.weight_format = weight_format
-        for name, parameter in weight_format.parameters(in_dims, out_dims, axes).items():
+        parameters = weight_format.parameters(in_dims, out_dims, axes)
+        for name, parameter in parameters.items():
             setattr(self, name, parameter)
-        self.parameter_names = tuple(weight_format.parameters(in_dims, out_dims, axes))
+        self.parameter_names = tuple(parameters)
         self.bias = (
             None
             if bias_dtype is None

@@ -11,11 +11,6 @@ _MODEL_CLASSES: dict[str, type[Decoder]] = {
 }
 
 
-def register_model(architecture: str, model_class: type[Decoder]) -> None:
-    """Make an architecture of a config.json known."""
-    _MODEL_CLASSES[architecture] = model_class
-
-
 def model_class(architecture: str) -> type[Decoder]:
     """The class of an architecture.
 

@@ -31,14 +31,12 @@ class Leaf:
       shape: of the array, the stacked axis first.
       dtype: its name.
       axes: logical names of the axes.
-      num_layers: length of the stack, or None.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     axes: tuple[str | None, ...]
-    num_layers: int | None
 
 
 class WeightLayout:
@@ -65,14 +63,11 @@ class WeightLayout:
         """
         model = nnx.eval_shape(lambda: model_class(config, **options))
         graphdef, state = nnx.split(model)
-        variables = [variable for _, variable in nnx.to_flat_state(state)]
-        paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         values, treedef = jax.tree.flatten(state)
-        assert len(values) == len(paths)
-        parameters = [
-            Leaf(path, value.shape, value.dtype.name, variable.get_metadata()["logical_axes"], None)
-            for path, value, variable in zip(paths, values, variables, strict=True)
-        ]
+        parameters = []
+        for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True):
+            axes = variable.get_metadata()["logical_axes"]
+            parameters.append(Leaf(".".join(map(str, path)), value.shape, value.dtype.name, axes))
         return cls(graphdef, treedef, parameters, model.head_path, stack)
 
     def merge(self, leaves: Sequence[jax.Array]) -> Decoder:
@@ -118,7 +113,7 @@ class WeightLayout:
                 packed.extend(members)
                 continue
             shape, axes = (len(members), *first.shape), ("layers", *first.axes)
-            packed.append(Leaf(path, shape, first.dtype, axes, len(members)))
+            packed.append(Leaf(path, shape, first.dtype, axes))
         return tuple(packed)
 
 

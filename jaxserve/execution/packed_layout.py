@@ -1,7 +1,9 @@
 """PackedLayout: where each input of a step stands in the one int32 buffer that is uploaded."""
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -47,23 +49,39 @@ class PackedLayout:
         """int32 values in the buffer."""
         return sum(math.prod(shape) for shape in self.sections.values())
 
-    def split(self, packed):
+    def split(self, packed: Any) -> dict[str, Any]:
         """Views of the sections of a numpy buffer, or slices of a traced one."""
-        views, start = {}, 0
-        for name, shape in self.sections.items():
-            stop = start + math.prod(shape)
-            views[name] = packed[start:stop].reshape(shape)
-            start = stop
-        return views
+        return {
+            name: packed[start:stop].reshape(shape)
+            for name, start, stop, shape in _section_bounds(self)
+        }
 
     def empty(self, unused_slot: int) -> np.ndarray:
         """A buffer whose row, page and admission entries all point at no slot."""
-        packed = np.zeros(self.size, np.int32)
-        views = self.split(packed)
-        for name in ("slot_ids", "admitted_slots"):
-            views[name][...] = unused_slot
-        views["page_updates"][..., 0] = unused_slot
-        return packed
+        return _empty_buffer(self, unused_slot).copy()
+
+
+@functools.cache
+def _section_bounds(layout: PackedLayout) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
+    """(name, start, stop, shape) of each section; asked for in every step."""
+    bounds, start = [], 0
+    for name, shape in layout.sections.items():
+        stop = start + math.prod(shape)
+        bounds.append((name, start, stop, shape))
+        start = stop
+    return tuple(bounds)
+
+
+@functools.cache
+def _empty_buffer(layout: PackedLayout, unused_slot: int) -> np.ndarray:
+    """What `PackedLayout.empty` copies in every step."""
+    packed = np.zeros(layout.size, np.int32)
+    views = layout.split(packed)
+    for name in ("slot_ids", "admitted_slots"):
+        views[name][...] = unused_slot
+    views["page_updates"][..., 0] = unused_slot
+    packed.setflags(write=False)
+    return packed
 
 
 def step_layout(bucket: Bucket, *, num_groups: int, page_size: int) -> PackedLayout:

@@ -98,15 +98,12 @@ class ProgramTable:
 
     def compile_all(
         self, *, num_threads: int, progress: Callable[[int, int], None] | None = None
-    ) -> float:
+    ) -> None:
         """Compile what is missing, in parallel.
 
         Args:
           num_threads: compilations at a time; lowering is done one at a time, under the GIL.
           progress: called with (done, total).
-
-        Returns:
-          Seconds taken.
         """
         start, counter = time.monotonic(), CompilationCounter()
         keys = [key for key in self.keys() if key not in self._programs]
@@ -126,14 +123,12 @@ class ProgramTable:
                             progress(len(self._programs), len(keys))
         finally:
             threading.stack_size(previous)
-        seconds = time.monotonic() - start
         logger.info(
             "%d programs ready in %.1f s, %d of them found in the compilation cache",
             len(keys),
-            seconds,
+            time.monotonic() - start,
             counter.num_cache_hits,
         )
-        return seconds
 
     def measure_temporaries(self) -> int:
         """Bytes that the largest step needs beside its arguments; compiles it."""

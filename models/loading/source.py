@@ -1,6 +1,7 @@
 """Where a model comes from: a GGUF file, a folder of safetensors, or a config alone."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,20 @@ class ConfigOnly:
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Nothing: dummy weights are made on the device."""
         return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model argument that was found and opened."""
+
+    path: Path
+    source: ModelSource
+
+
+def open_model(model: str | None, load_format: str) -> OpenedModel:
+    """Find and open a model; raises as `find_model` and `open_source` do."""
+    path = find_model(model)
+    return OpenedModel(path, open_source(path, load_format))
 
 
 def find_model(model: str | None) -> Path:
