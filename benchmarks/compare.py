@@ -3,6 +3,8 @@
     python benchmarks/compare.py [--shapes qwen3-0.6b,llama-3-8b] [--out FOLDER] [flags of bench]
 
 Each shape runs in a process of its own, with random weights, as docs/performance.md says.
+With --tensor-parallel-size N, N GPUs share each layer; vLLM's figures and the limit are of one GPU,
+so that they are left out.
 """
 
 import argparse
@@ -61,17 +63,22 @@ def run_shape(shape: str, flags: list[str], timeout: float) -> list[dict]:
     return [line | {"shape": shape} for line in lines]
 
 
-def print_table(results: list[dict]) -> None:
+def print_table(results: list[dict], num_gpus: int) -> None:
     """One row a figure: ours, vLLM's, the limit, and how many times vLLM's speed ours is."""
+    if num_gpus > 1:
+        print(f"{num_gpus} GPUs share each layer")
     print(f"{'test':28} {'figure':26} {'jaxserve':>10} {'vLLM':>9} {'limit':>9} {'speed':>7}")
     for result in results:
         for figure in ("ttft_ms", "ms_per_step", "output_tokens_per_second"):
             key = (result["shape"], result["test"], figure)
             if figure not in result or key not in VLLM:
                 continue
+            name = f"{result['shape']} {result['test']}"
+            if num_gpus > 1:
+                print(f"{name:28} {figure:26} {result[figure]:>10}")
+                continue
             ours, theirs, limit = result[figure], VLLM[key], LIMIT.get(key, "")
             speed = ours / theirs if figure.endswith("per_second") else theirs / ours
-            name = f"{result['shape']} {result['test']}"
             print(f"{name:28} {figure:26} {ours:>10} {theirs:>9} {limit:>9} {speed:>6.2f}x")
 
 
@@ -81,11 +88,14 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--out", help="folder for the JSON lines")
     parser.add_argument("--timeout", type=float, default=1200)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments, flags = parser.parse_known_args()
+    num_gpus = arguments.tensor_parallel_size
+    flags += ["--tensor-parallel-size", str(num_gpus)]
     results = []
     for shape in arguments.shapes.split(","):
         results += run_shape(shape, flags, arguments.timeout)
-    print_table(results)
+    print_table(results, num_gpus)
     if arguments.out:
         path = Path(arguments.out) / f"bench_{time.strftime('%Y%m%d_%H%M%S')}.jsonl"
         path.write_text("".join(json.dumps(result) + "\n" for result in results))

@@ -2,24 +2,21 @@
 
 import difflib
 import math
+import os
 import types
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, get_args, get_origin
 
 from jaxserve.errors import EngineConfigError, describe_value
+from jaxserve.loading_config import LOAD_FORMATS, LoadingConfig
+from jaxserve.loading_config import flag as _flag
 
-LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 BACKENDS = ("mosaic", "xla")
 
 
-def _flag(default: Any, text: str, group: str) -> Any:
-    """A field whose command-line flag shows `text`."""
-    return field(default=default, metadata={"help": text, "group": group})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(LoadingConfig):
     """Settings of one engine; never changed after it was made. Names are vLLM's.
 
     None means "chosen from the model and the device", and the start log says what was chosen.
@@ -28,21 +25,8 @@ class EngineConfig:
       EngineConfigError: a value breaks its rule.
     """
 
-    model: str | None = _flag(
-        None, "folder with config.json, or .gguf file; the embedded SmolLM2 if not given", "model"
-    )
-    tokenizer: str | None = _flag(
-        None, "folder or file of the tokenizer, if not the model's", "model"
-    )
     skip_tokenizer_init: bool = _flag(False, "take and give token ids only", "model")
-    load_format: str = _flag("auto", f"one of {', '.join(LOAD_FORMATS)}", "model")
     dtype: str = _flag("auto", "type of weights and computation", "model")
-    hf_overrides: dict[str, Any] | None = _flag(None, "values that replace config.json's", "model")
-    generation_config: str = _flag(
-        "auto",
-        "default sampling: the model's generation_config.json, another folder's, or vllm: none",
-        "model",
-    )
     chat_template: str | None = _flag(None, "path or text of a Jinja chat template", "model")
     seed: int = _flag(0, "of dummy weights and of requests without a seed", "model")
     max_model_len: int | None = _flag(None, "tokens of prompt and output together", "memory")
@@ -77,6 +61,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, self._checked_sizes(name, value))
+        if self.served_model_name is not None:
+            names = self._checked_names("served_model_name", self.served_model_name)
+            object.__setattr__(self, "served_model_name", names)
         for item in fields(self):
             self._check_type(item.name, item.type)
         self._check_choice("load_format", LOAD_FORMATS)
@@ -107,22 +94,31 @@ class EngineConfig:
         for name, value in keywords.items():
             if name in known:
                 continue
-            if name not in _NOT_YET:
+            if name not in NEUTRAL_VALUES:
                 close = difflib.get_close_matches(name, sorted(known), n=1)
                 advice = f"; did you mean {close[0]}?" if close else ""
                 raise EngineConfigError(f"keywords must be engine arguments; got {name}{advice}")
             is_plain = isinstance(value, str | int | float | list | tuple | dict | None)
-            if not is_plain or value not in _NOT_YET[name]:
+            if not is_plain or value not in NEUTRAL_VALUES[name]:
                 raise EngineConfigError(
                     f"{name} is not supported in this release; got {describe_value(value)}"
                 )
-        return cls(**{name: value for name, value in keywords.items() if name in known})
+        given = {name: value for name, value in keywords.items() if name in known}
+        paths = {n: os.fspath(v) for n, v in given.items() if isinstance(v, os.PathLike)}
+        return cls(**given | paths)
 
     def _checked_sizes(self, name: str, value: Any) -> tuple[int, ...]:
         is_list = isinstance(value, list | tuple) and len(value) > 0
         if not is_list or any(type(size) is not int or size < 1 for size in value):
             raise self._error(name, "must be a list of positive integers")
         return tuple(sorted(set(value)))
+
+    def _checked_names(self, name: str, value: Any) -> tuple[str, ...]:
+        names = (value,) if isinstance(value, str) else value
+        is_list = isinstance(names, list | tuple) and len(names) > 0
+        if not is_list or not all(isinstance(text, str) and text for text in names):
+            raise self._error(name, "must be a name or a list of names")
+        return tuple(dict.fromkeys(names))
 
     def _check_type(self, name: str, annotation: Any) -> None:
         """Check the kind of a value against the field's annotation."""
@@ -148,7 +144,9 @@ class EngineConfig:
             raise self._error(name, f"must be at most {high}")
 
     def _error(self, name: str, rule: str) -> EngineConfigError:
-        return EngineConfigError(f"{name} {rule}; got {describe_value(getattr(self, name))}")
+        value = getattr(self, name)
+        shown = f"a {type(value).__name__}" if name == "hf_token" else describe_value(value)
+        return EngineConfigError(f"{name} {rule}; got {shown}")
 
 
 _NAME_OF_KIND = {
@@ -172,16 +170,13 @@ _POSITIVE = (
     "tensor_parallel_size",
 )
 
-_NOT_YET: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
     "tokenizer_mode": ("auto",),
-    "trust_remote_code": (False, True),
     "allowed_local_media_path": ("",),
     "allowed_media_domains": (None,),
     "quantization": (None,),
-    "revision": (None,),
-    "tokenizer_revision": (None,),
     "cpu_offload_gb": (0,),
     "offload_group_size": (0,),
     "offload_num_in_group": (1,),
@@ -191,7 +186,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "enable_return_routed_experts": (False,),
     "return_sampling_mask": (False,),
     "disable_custom_all_reduce": (False, True),
-    "hf_token": (None,),
     "mm_processor_kwargs": (None,),
     "pooler_config": (None,),
     "structured_outputs_config": (None,),
@@ -217,13 +211,7 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "max_lora_rank": (16,),
     "max_cpu_loras": (None,),
     "kv_cache_dtype": ("auto",),
-    "download_dir": (None,),
-    "served_model_name": (None,),
     "disable_log_stats": (True, None),
-    "override_generation_config": (None, {}),
     "kv_offloading_size": (None, 0),
 }
-"""vLLM's arguments that this release does not act on, with the values that ask nothing of it.
-
-`trust_remote_code` only permits: no code of a model is ever run.
-"""
+"""vLLM's arguments that this release does not act on, with the values that ask nothing of it."""

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -20,27 +20,34 @@ from jaxserve.execution.device_state import DeviceState
 from jaxserve.execution.limits import Limits, choose_buckets, choose_limits
 from jaxserve.execution.memory_plan import (
     DEFAULT_CPU_CACHE_BYTES,
-    PAGE_COUNT_STEP,
-    RESERVED_BYTES,
     MemoryBill,
     PlanMemory,
     RememberedPlan,
-    free_device_bytes,
-    pages_that_fit,
+    count_tokens,
+    free_mesh_bytes,
 )
 from jaxserve.execution.model_runner import ModelRunner
+from jaxserve.execution.page_plan import (
+    PAGE_COUNT_STEP,
+    count_page_bytes,
+    make_demands,
+    pages_that_fit,
+    plan_pages,
+)
 from jaxserve.execution.programs import ProgramShapes, ProgramTable
 from jaxserve.execution.step_functions import StepFunctions
+from jaxserve.model_files import open_configured_model
+from jaxserve.scheduling.admission import max_sequence_tokens
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
-from models.attention import attention_kernels
+from models.attention_kernels import attention_kernels
 from models.config import ModelConfig
 from models.kv_cache import abstract_cache, allocate_cache, cache_geometries
 from models.loading.checkpoint import CheckpointLoader
-from models.loading.source import ModelSource, OpenedModel, open_model
+from models.loading.source import ModelSource, NamedTensor, OpenedModel
 from models.registry import model_class
-from models.sharding import Sharder, make_mesh
+from models.sharding import Sharder, device_bytes, make_mesh, share_kv_heads
 from models.weight_layout import Stack, WeightLayout, WeightStore, make_dummy_leaves
 from pallas_kernels.platform import AttentionBackend, choose_attention_backend
 
@@ -89,7 +96,7 @@ def build_engine(
       ModelLoadError: the model's files are missing or refused; before any allocation.
       EngineConfigError: the settings do not fit the model or the device.
     """
-    opened = opened or open_model(config.model, config.load_format)
+    opened = opened or open_configured_model(config)
     return _EngineBuilder(config, progress or (lambda stage, done, total: None)).build(opened)
 
 
@@ -104,14 +111,15 @@ class _EngineBuilder:
         path, source = opened.path, opened.source
         raw = source.config_dict() | (self.config.hf_overrides or {})
         config_path = path / "config.json" if path.is_dir() else path
-        self.model = ModelConfig.from_dict(raw, str(config_path))
+        model = ModelConfig.from_dict(raw, str(config_path))
+        self.model = model.for_length(self.config.max_model_len or model.max_position_embeddings)
         self.cache_dir = configure_jax(
             gpu_memory_utilization=self.config.gpu_memory_utilization,
             compilation_cache_dir=self.config.compilation_cache_dir,
         )
         self._choose_device()
         self._lay_out_model()
-        self._timed("load", lambda: self._load(source))
+        self._timed("load", lambda: self._load(source, str(path)))
         self._timed("plan", self._plan)
         self._timed("compile", self._compile)
         engine = self._assemble()
@@ -135,15 +143,11 @@ class _EngineBuilder:
     def _choose_device(self) -> None:
         try:
             self.sharder = Sharder(make_mesh(self.config.tensor_parallel_size))
+            self.shared_model = share_kv_heads(self.model, self.config.tensor_parallel_size)
             self.backend: AttentionBackend = choose_attention_backend(self.config.attention_backend)
         except ValueError as error:
             raise EngineConfigError(str(error)) from error
         self.is_gpu = jax.default_backend() == "gpu"
-        if self.is_gpu and self.config.tensor_parallel_size > 1:
-            raise EngineConfigError(
-                f"tensor_parallel_size is not supported on GPUs in this release; "
-                f"got {self.config.tensor_parallel_size}"
-            )
         self.dtype = _choose_dtype(self.config.dtype, self.model.dtype, self.is_gpu)
         if self.backend == "mosaic" and self.dtype == "float32":
             if self.config.attention_backend == "mosaic":
@@ -159,13 +163,13 @@ class _EngineBuilder:
     def _lay_out_model(self) -> None:
         self.layout = WeightLayout.of_model(
             model_class(self.model.architecture),
-            self.model,
+            self.shared_model,
             stack=self.stack,
             dtype=self.dtype,
-            kernels=attention_kernels(self.backend, jax.default_backend()),
+            kernels=attention_kernels(self.backend, jax.default_backend(), self.sharder.mesh),
         )
         self.geometries = cache_geometries(
-            self.model,
+            self.shared_model,
             page_size=self.config.block_size,
             dtype=self.dtype,
             stored_head_dim=self.config.stored_head_dim,
@@ -176,85 +180,101 @@ class _EngineBuilder:
         except ValueError as error:
             raise EngineConfigError(str(error)) from error
 
-    def _load(self, source: ModelSource) -> None:
+    def _load(self, source: ModelSource, path: str) -> None:
         if self.config.load_format == "dummy":
             self.leaves = make_dummy_leaves(self.layout, self.sharder, self.config.seed)
         else:
             store = WeightStore(self.layout, self.sharder)
-            CheckpointLoader(self.model, store).load(source.tensors())
+            tensors = self._reported(source.tensors(), source.num_tensors)
+            CheckpointLoader(self.shared_model, store, path).load(tensors)
             self.leaves = store.leaves()
         jax.block_until_ready(self.leaves)
 
+    def _reported(self, tensors: Iterator[NamedTensor], total: int) -> Iterator[NamedTensor]:
+        """The same tensors; the progress hears of each one that was taken."""
+        for number, tensor in enumerate(tensors, start=1):
+            yield tensor
+            self.progress("load", number, total)
+
     def _plan(self) -> None:
-        """Settle page count, lengths and buckets; then allocate the cache."""
+        """Settle page counts, lengths and buckets."""
         self.limits = choose_limits(self.config, self.model, is_gpu=self.is_gpu)
         self.buckets = choose_buckets(self.config, self.limits, is_gpu=self.is_gpu)
+        max_row_tokens = self._scheduler_config().max_row_tokens
+        self.demands = make_demands(self.geometries, self.sharder, self.limits, max_row_tokens)
         remembered = self._count_pages()
         self.num_pages = remembered.num_pages
-        tokens = (self.num_pages - 1) * self.config.block_size
-        wanted = self.config.max_model_len
-        if wanted is not None and wanted > tokens:
-            raise EngineConfigError(
-                f"max_model_len must fit the pages' {tokens} tokens; got {wanted}; lower it, or "
-                f"give the pages more memory"
-            )
-        longest = min(self.limits.max_model_len, tokens)
-        if longest < self.limits.max_model_len:
-            logger.warning(
-                "max_model_len is lowered to %d, the tokens that the pages hold", longest
-            )
-        self.limits = dataclasses.replace(self.limits, max_model_len=longest)
+        self.pools = tuple(
+            PagePool(count, self.config.block_size, sliding_window=geometry.sliding_window)
+            for count, geometry in zip(self.num_pages, self.geometries, strict=True)
+        )
+        self._fit_max_model_len(max_row_tokens)
         self.bill = self._make_bill(remembered.temporary_bytes)
 
+    def _fit_max_model_len(self, max_row_tokens: int) -> None:
+        """A sequence that runs alone must find pages to its end."""
+        wanted, asked = self.limits.max_model_len, self.config.max_model_len
+        longest = max_sequence_tokens(
+            self.pools, max_model_len=wanted, max_row_tokens=max_row_tokens
+        )
+        if longest == wanted:
+            return
+        if asked is not None:
+            raise EngineConfigError(
+                f"max_model_len must fit the pages' {longest} tokens; got {asked}; lower it, or "
+                f"give the pages more memory"
+            )
+        logger.warning("max_model_len is lowered to %d, the tokens that the pages hold", longest)
+        self.limits = dataclasses.replace(self.limits, max_model_len=longest)
+
     def _count_pages(self) -> RememberedPlan:
-        """Page count by override, by bytes, or by what the device has left."""
+        """Page counts by override, by bytes a device, or by what the devices have left."""
         config = self.config
         if config.num_gpu_blocks_override is not None:
-            return RememberedPlan(config.num_gpu_blocks_override + 1, 0)
+            count = config.num_gpu_blocks_override + 1
+            return RememberedPlan((count,) * len(self.geometries), 0)
         if config.kv_cache_memory_bytes is not None:
-            return RememberedPlan(pages_that_fit(config.kv_cache_memory_bytes, self.geometries), 0)
-        free = free_device_bytes(jax.devices()[0])
+            return RememberedPlan(pages_that_fit(config.kv_cache_memory_bytes, self.demands), 0)
+        free = self._free_bytes()
         if free is None:
-            return RememberedPlan(pages_that_fit(DEFAULT_CPU_CACHE_BYTES, self.geometries), 0)
-        return self._count_pages_on_gpu(free[0])
-
-    def _count_pages_on_gpu(self, free_bytes: int) -> RememberedPlan:
-        key = (self.model, self.limits, self.buckets, self.geometries, self.stack)
-        device = jax.devices()[0].device_kind
+            of_host = DEFAULT_CPU_CACHE_BYTES // self.sharder.mesh.size
+            return RememberedPlan(pages_that_fit(of_host, self.demands), 0)
+        key = (self.model, self.limits, self.buckets, self.geometries, self.demands, self.stack)
+        device = (jax.devices()[0].device_kind, self.sharder.mesh.size)
         memory = PlanMemory(self.cache_dir, *key, self.dtype, self.backend, device, jax.__version__)
-        bytes_per_page = sum(geometry.bytes_per_page for geometry in self.geometries)
-        plan = memory.read()
-        if plan is not None:
-            needed = plan.num_pages * bytes_per_page + plan.temporary_bytes + RESERVED_BYTES
-            if needed <= free_bytes:
-                return plan
-        temporary_bytes = self._make_programs(PAGE_COUNT_STEP).measure_temporaries()
-        available = free_bytes - temporary_bytes - RESERVED_BYTES
-        plan = RememberedPlan(pages_that_fit(available, self.geometries), temporary_bytes)
-        memory.write(plan)
-        return plan
-
-    def _make_bill(self, temporary_bytes: int) -> MemoryBill:
-        free = free_device_bytes(jax.devices()[0])
-        return MemoryBill(
-            device_bytes=free[1] if free else 0,
-            weight_bytes=self.layout.num_bytes // self.sharder.mesh.size,
-            page_bytes=self.num_pages * sum(g.bytes_per_page for g in self.geometries),
-            temporary_bytes=temporary_bytes,
-            num_pages=self.num_pages,
-            num_tokens=(self.num_pages - 1) * self.config.block_size,
+        small = (PAGE_COUNT_STEP,) * len(self.geometries)
+        return plan_pages(
+            memory,
+            self.demands,
+            free[0],
+            lambda: self._make_programs(small).measure_temporaries(),
         )
 
-    def _make_programs(self, num_pages: int) -> ProgramTable:
-        """The table for a page count; nothing is compiled yet."""
-        pages = (num_pages,) * len(self.geometries)
+    def _free_bytes(self) -> tuple[int, int] | None:
+        return free_mesh_bytes(self.sharder.mesh.local_devices)
+
+    def _make_bill(self, temporary_bytes: int) -> MemoryBill:
+        free = self._free_bytes()
+        windows = tuple(geometry.sliding_window for geometry in self.geometries)
+        return MemoryBill(
+            device_bytes=free[1] if free else 0,
+            weight_bytes=sum(map(device_bytes, self.layout.abstract(self.sharder))),
+            page_bytes=count_page_bytes(self.demands, self.num_pages),
+            temporary_bytes=temporary_bytes,
+            num_pages=self.num_pages,
+            windows=windows,
+            num_tokens=count_tokens(self.num_pages, windows, self.config.block_size),
+        )
+
+    def _make_programs(self, num_pages: tuple[int, ...]) -> ProgramTable:
+        """The table for page counts; nothing is compiled yet."""
         limits = self.limits
         max_pages = -(-limits.max_model_len // self.config.block_size)
         self.builder = BatchBuilder(
             self.buckets,
             max_num_seqs=limits.max_num_seqs,
             page_size=self.config.block_size,
-            num_pages=pages,
+            num_pages=num_pages,
             max_pages_per_seq=max_pages,
             vocab_size=self.model.vocab_size,
         )
@@ -266,7 +286,7 @@ class _EngineBuilder:
         )
         shapes = ProgramShapes(
             leaves=self.layout.abstract(self.sharder),
-            cache=abstract_cache(self.geometries, pages, self.sharder),
+            cache=abstract_cache(self.geometries, num_pages, self.sharder),
             state=self.abstract_state,
             hidden_size=self.model.hidden_size,
             hidden_dtype=self.dtype,
@@ -282,31 +302,30 @@ class _EngineBuilder:
         )
 
     def _assemble(self) -> Engine:
-        config, limits = self.config, self.limits
-        pages = (self.num_pages,) * len(self.geometries)
         runner = ModelRunner(
             self.leaves,
-            allocate_cache(self.geometries, pages, self.sharder),
+            allocate_cache(self.geometries, self.num_pages, self.sharder),
             self.sharder.zeros(self.abstract_state),
             self.programs,
             head_index=self.layout.head_index,
         )
-        scheduler_config = SchedulerConfig(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            token_buckets=self.buckets.token_buckets,
-            row_buckets=self.buckets.row_buckets,
-            max_steps_in_flight=config.max_steps_in_flight,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-        )
-        pools = tuple(PagePool(count, config.block_size) for count in pages)
         return Engine(
-            Scheduler(scheduler_config, pools),
+            Scheduler(self._scheduler_config(), self.pools),
             self.builder,
             runner,
-            max_steps_in_flight=config.max_steps_in_flight,
-            seed=config.seed,
+            max_steps_in_flight=self.config.max_steps_in_flight,
+            seed=self.config.seed,
+        )
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            max_model_len=self.limits.max_model_len,
+            token_buckets=self.buckets.token_buckets,
+            row_buckets=self.buckets.row_buckets,
+            max_steps_in_flight=self.config.max_steps_in_flight,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
         )
 
 

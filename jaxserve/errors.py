@@ -11,6 +11,7 @@
     ├── RowError                  one sequence failed: NaN logits, or a raising processor
     ├── EngineConfigError         the settings contradict each other or the machine
     ├── ModelLoadError            the model's files (defined in models/errors.py)
+    ├── EngineNotReadyError       the engine is still loading, or about to leave
     └── EngineDeadError           the engine has stopped and answers nothing any more
 
 `server/errors.py` maps each to one HTTP status. A message is one sentence: name must rule; got
@@ -26,6 +27,7 @@ __all__ = [
     "AuthenticationError",
     "EngineConfigError",
     "EngineDeadError",
+    "EngineNotReadyError",
     "InvalidRequestError",
     "JaxServeError",
     "ModelLoadError",
@@ -120,6 +122,10 @@ class RowError(JaxServeError):
 
 class EngineConfigError(JaxServeError):
     """The engine's settings contradict each other, the model or the machine."""
+
+
+class EngineNotReadyError(JaxServeError):
+    """The engine is still loading, or takes no new requests because it is about to leave."""
 
 
 class EngineDeadError(JaxServeError):

@@ -2,26 +2,20 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxserve.config import EngineConfig
-from jaxserve.default_sampling import read_default_sampling
 from jaxserve.engine_client import InProcessClient
+from jaxserve.environment import environment_settings
 from jaxserve.errors import EngineConfigError, InvalidRequestError, describe_value
-from jaxserve.execution.slot_record import MAX_STOP_IDS
-from jaxserve.output_processor import OutputProcessor
+from jaxserve.front_end import FrontEnd
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import PromptProgress, StartProgress
 from jaxserve.prompts import Message, Prompt
 from jaxserve.request_loop import RequestLoop, Submission
 from jaxserve.request_maker import Params, RequestMaker
-from jaxserve.sampling_limits import SamplingLimits
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
-from jaxserve.text.chat_template import check_chat_template
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
-from models.errors import ModelLoadError
-from models.loading.source import open_model
+from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -56,8 +50,9 @@ class LLM:
         """Load a model, plan the memory and compile the steps.
 
         Args:
-          model: folder with config.json, or .gguf file; the embedded SmolLM2 if not given.
-          tokenizer: folder or .gguf file, if it is not the model's own.
+          model: folder with config.json, .gguf file, hub id, or owner/name:file.gguf; the embedded
+            SmolLM2 if not given.
+          tokenizer: folder, tokenizer.json, .gguf file or hub id, if it is not the model's own.
           skip_tokenizer_init: take and give token ids only.
           dtype: "auto", "float32", "float16" or "bfloat16".
           seed: of dummy weights and of requests without a seed.
@@ -70,14 +65,14 @@ class LLM:
           EngineConfigError: an argument is not supported, or does not fit model or device.
         """
         config = EngineConfig.from_keywords(
-            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
-            tokenizer=os.fspath(tokenizer) if isinstance(tokenizer, os.PathLike) else tokenizer,
+            model=model,
+            tokenizer=tokenizer,
             skip_tokenizer_init=skip_tokenizer_init,
             dtype=dtype,
             seed=seed,
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
-            **engine_arguments,
+            **(environment_settings() | engine_arguments),
         )
         self._start(config)
 
@@ -99,33 +94,14 @@ class LLM:
         """Read what is small first, so that mistakes are told before minutes of compilation."""
         from jaxserve.engine_builder import build_engine
 
-        opened = open_model(config.model, config.load_format)
-        opened.source.config_dict()
-        path = opened.path
-        self._tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, path)
-        default_params = read_default_sampling(config.generation_config, path)
-        chat_template = _read_chat_template(config.chat_template)
+        front_end = FrontEnd.open(config)
         with StartProgress() as progress:
-            self._built: BuiltEngine = build_engine(config, progress, opened=opened)
+            self._built: BuiltEngine = build_engine(config, progress, opened=front_end.opened)
         self.config, self.model_config = config, self._built.model_config
-        of_tokenizer = self._tokenizer.eos_token_ids if self._tokenizer is not None else ()
-        eos_token_ids = tuple(dict.fromkeys((*self.model_config.eos_token_ids, *of_tokenizer)))
-        limits = SamplingLimits(
-            max_num_stop_token_ids=MAX_STOP_IDS - len(eos_token_ids),
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self._built.limits.max_model_len,
-            max_logprobs=config.max_logprobs,
-        )
-        self._default_params = default_params
-        self._maker = RequestMaker(
-            tokenizer=self._tokenizer,
-            limits=limits,
-            eos_token_ids=eos_token_ids,
-            default_params=default_params,
-            chat_template=chat_template,
-        )
+        self._tokenizer, self._default_params = front_end.tokenizer, front_end.default_params
+        self._maker = front_end.request_maker(self._built.limits.max_model_len)
         client = InProcessClient(self._built.engine)
-        self._loop = RequestLoop(client, OutputProcessor(self._tokenizer))
+        self._loop = RequestLoop(client, front_end.output_processor())
 
     @property
     def engine(self) -> "Engine":
@@ -136,6 +112,11 @@ class LLM:
     def built(self) -> "BuiltEngine":
         """What the start chose: limits, memory bill, seconds of each stage."""
         return self._built
+
+    @property
+    def request_maker(self) -> RequestMaker:
+        """Makes the requests of this model that `run` takes."""
+        return self._maker
 
     @property
     def output_seconds(self) -> float:
@@ -182,7 +163,7 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
         )
         submissions = self._maker.of_prompts(prompts, sampling_params, RequestOutputKind.FINAL_ONLY)
-        return self._run(submissions, use_tqdm)
+        return self.run(submissions, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -243,7 +224,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._run(submissions, use_tqdm)
+        return self.run(submissions, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -283,9 +264,18 @@ class LLM:
         """Devices that run the model; there is no data parallelism to leave out yet."""
         return self.config.tensor_parallel_size
 
-    def _run(
-        self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]
+    def run(
+        self, submissions: Sequence[Submission], *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
+        """Run requests of `request_maker` together, to their ends; outputs in their order.
+
+        Args:
+          submissions: requests of `FINAL_ONLY` outputs.
+          use_tqdm: as in `generate`.
+
+        Raises:
+          RequestTooLongError: one can never fit the KV cache; nothing was generated.
+        """
         with PromptProgress(use_tqdm, len(submissions)) as progress:
             return self._loop.run(submissions, progress)
 
@@ -295,34 +285,6 @@ class LLM:
                 "prompt", "must be one, since its outputs are streamed", len(submissions)
             )
         return self._loop.stream(submissions[0])
-
-
-def _load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer:
-    if config.tokenizer is not None:
-        return load_tokenizer(Path(config.tokenizer).expanduser())
-    try:
-        return load_tokenizer(model_path)
-    except ModelLoadError as error:
-        raise ModelLoadError(
-            f"{error}; name one as tokenizer, or set skip_tokenizer_init to give token ids only"
-        ) from error
-
-
-def _read_chat_template(template: str | None) -> str | None:
-    """A template given as text, or as the path of a file; checked."""
-    if template is None:
-        return None
-    try:
-        if "{" not in template:
-            template = Path(template).expanduser().read_text(encoding="utf-8")
-        check_chat_template(template)
-    except (OSError, UnicodeDecodeError) as error:
-        raise EngineConfigError(
-            f"chat_template must be a Jinja template or its file; got {template!r}"
-        ) from error
-    except InvalidRequestError as error:
-        raise EngineConfigError(str(error)) from error
-    return template
 
 
 def _refuse_given(**arguments: Any) -> None:

@@ -19,7 +19,7 @@ from jaxserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class StopAbort(msgspec.Struct, frozen=True, kw_only=True):
+class StopAbort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Tells the engine to end a sequence that is already finished for its client.
 
     Attributes:
@@ -167,6 +167,7 @@ class _RequestState:
             sequence.fail(f"the output could not be decoded: {type(error).__name__}")
             stop, is_failed = None, True
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+        self._note_start(update.scheduled_seconds)
         self.stats.num_preemptions = sum(sequence.num_preemptions for sequence in self.sequences)
         self._count_tokens(len(sequence.token_ids) - num_tokens, now)
         if update.finish_reason is not None or not (stop or is_failed):
@@ -177,6 +178,12 @@ class _RequestState:
             num_output_tokens=len(sequence.token_ids),
             stop=stop,
         )
+
+    def _note_start(self, scheduled_seconds: float | None) -> None:
+        """Keep the time at which the first of the request's sequences was scheduled."""
+        known = self.stats.scheduled_ts
+        if scheduled_seconds is not None and (known is None or scheduled_seconds < known):
+            self.stats.scheduled_ts = scheduled_seconds
 
     def _count_tokens(self, num_new_tokens: int, now: float) -> None:
         stats = self.stats

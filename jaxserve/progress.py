@@ -1,27 +1,35 @@
-"""The bars that LLM shows: compilation at the start, finished prompts while it generates."""
+"""The bars that LLM shows: loading and compiling at the start, then finished prompts."""
 
 from collections.abc import Callable
 from typing import Any, Self
 
 import tqdm
 
+_STAGES = {"load": "loading tensors", "compile": "compiling steps"}
+
 
 class StartProgress:
-    """Shows the compilation of an engine's programs as a bar; a `Progress` of build_engine."""
+    """Shows each long stage of a start as a bar; a `Progress` of build_engine."""
 
     def __enter__(self) -> Self:
+        self._stage = ""
         self._bar: tqdm.tqdm | None = None
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Take news of a stage."""
-        if stage != "compile" or total <= 1:
+        if stage not in _STAGES or total <= 1:
             return
-        if self._bar is None:
-            self._bar = tqdm.tqdm(total=total, desc="compiling steps", leave=False)
+        if stage != self._stage or self._bar is None:
+            self._close()
+            self._stage = stage
+            self._bar = tqdm.tqdm(total=total, desc=_STAGES[stage], leave=False)
         self._bar.update(done - self._bar.n)
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -71,7 +71,10 @@ class Sequence:
       end_token_ids: end-of-sequence and stop ids that end this sequence. Set when added.
       state_slot: row in the device state while RUNNING or LEAVING, else None.
       page_tables: for each cache group, the ids of the pages that hold the tokens
-        `[i * page_size, (i + 1) * page_size)`. vLLM calls it the block table.
+        `[i * page_size, (i + 1) * page_size)`; 0 where the page was given back because it lies
+        before the group's window. vLLM calls it the block table.
+      num_freed_pages: for each cache group, how many pages, the first ones, were given back so.
+      scheduled_seconds: when the sequence first got a slot, on the scheduler's clock.
     """
 
     request: Request
@@ -86,6 +89,8 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()
     state_slot: int | None = None
     page_tables: list[list[int]] = field(default_factory=list)
+    num_freed_pages: list[int] = field(default_factory=list)
+    scheduled_seconds: float | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

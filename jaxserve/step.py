@@ -76,8 +76,13 @@ class StepResult:
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] | None = None
 
 
-class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one sequence after a step; the only thing that leaves the engine upwards."""
+class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """News of one sequence after a step; the only thing that leaves the engine upwards.
+
+    Attributes:
+      scheduled_seconds: when the sequence was first scheduled, on the engine's monotonic clock;
+        None when it never was. The same in all its updates.
+    """
 
     request_id: str
     index: int
@@ -88,3 +93,4 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    scheduled_seconds: float | None = None

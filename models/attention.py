@@ -1,45 +1,17 @@
 """Attention over a cache group: projections, rotary embedding, the write, and the right kernel."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.attention_kernels import AttentionKernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.kv_cache import CacheGroup, KVCache
 from models.layers import DenseFormat, Linear, RMSNorm
 from models.rotary import rotate
-from pallas_kernels import decode_attention, kv_write, prefill_attention, xla_attention
-from pallas_kernels.platform import AttentionBackend
-
-
-@dataclass(frozen=True)
-class AttentionKernels:
-    """The functions of one backend, chosen once at construction.
-
-    Attributes:
-      decode: attends the newest query of each row.
-      prefill: attends ragged chunks of queries.
-      write: puts new keys or values into pages.
-    """
-
-    decode: Callable[..., jax.Array]
-    prefill: Callable[..., jax.Array]
-    write: Callable[..., jax.Array]
-
-
-def attention_kernels(backend: AttentionBackend, platform: str) -> AttentionKernels:
-    """The kernels of a backend on a JAX platform ("cpu" or "gpu")."""
-    write = kv_write.write_by_loop if platform == "cpu" else kv_write.write_by_scatter
-    if backend == "mosaic":
-        decode, prefill = decode_attention.decode_attention, prefill_attention.prefill_attention
-    else:
-        decode, prefill = xla_attention.decode_attention, xla_attention.prefill_attention
-    return AttentionKernels(decode=decode, prefill=prefill, write=write)
 
 
 class Attention(nnx.Module):
@@ -51,30 +23,33 @@ class Attention(nnx.Module):
         *,
         dtype: str,
         kernels: AttentionKernels,
-        has_qk_norm: bool,
-        cache_group: int = 0,
+        cache_group: int,
+        qk_norm_class: type[RMSNorm] | None = None,
     ):
         D, H = config.hidden_size, config.head_dim
         K, G = config.num_key_value_heads, config.num_query_heads_per_kv_head
-        weight_format, bias_dtype = DenseFormat(dtype), dtype if config.attention_bias else None
-        self.kernels, self.cache_group, self.scale = kernels, cache_group, 1 / math.sqrt(H)
+        weight_format = DenseFormat(dtype)
+        self.kernels, self.cache_group = kernels, cache_group
+        self.scale, self.soft_cap = config.attention_scale, config.attn_logit_softcapping
         self.qkv_proj = Linear(
             (D,),
             (K, G + 2, H),
             axes=("embed", "kv_heads", "group", "head_dim"),
             weight_format=weight_format,
-            bias_dtype=bias_dtype,
+            bias_dtype=dtype if config.attention_bias or config.qkv_bias else None,
         )
         self.o_proj = Linear(
             (K, G, H),
             (D,),
             axes=("kv_heads", "group", "head_dim", "embed"),
             weight_format=weight_format,
-            bias_dtype=bias_dtype,
+            bias_dtype=dtype if config.attention_bias else None,
         )
-        eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(H, eps=eps, dtype=dtype, axis="head_dim") if has_qk_norm else None
-        self.k_norm = RMSNorm(H, eps=eps, dtype=dtype, axis="head_dim") if has_qk_norm else None
+        self.q_norm, self.k_norm = (
+            qk_norm_class
+            and qk_norm_class(H, eps=config.rms_norm_eps, dtype=dtype, axis="head_dim")
+            for _ in "qk"
+        )
 
     def __call__(
         self,
@@ -91,7 +66,7 @@ class Attention(nnx.Module):
           batch: of this pass.
           cache: all groups.
           layer: int32[1], index of this layer within its cache group.
-          angles: cosine and sine of the positions, float32[T, 1, H / 2].
+          angles: cosine and sine of the positions, float32[T, 1, rotary_dim / 2].
 
         Returns:
           [T, D], and the cache with this step's keys and values.
@@ -134,7 +109,9 @@ class Attention(nnx.Module):
         geometry = group.geometry
         q = jnp.pad(q, ((0, 0), (0, 0), (0, geometry.stored_head_dim - q.shape[-1])))
         pages = (group.k_pages, group.v_pages, layer, batch.page_tables[self.cache_group])
-        options = dict(scale=self.scale, sliding_window=geometry.sliding_window)
+        options = dict(
+            scale=self.scale, sliding_window=geometry.sliding_window, soft_cap=self.soft_cap
+        )
         num_rows = batch.seq_lens.shape[0]
         if batch.is_decode_only:
             return self.kernels.decode(q, *pages, batch.seq_lens, **options)

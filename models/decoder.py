@@ -7,27 +7,55 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.attention import Attention, AttentionKernels
+from models.attention import Attention
+from models.attention_kernels import AttentionKernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
-from models.kv_cache import KVCache
+from models.kv_cache import KVCache, layer_places
 from models.layers import Embedding, GatedMLP, RMSNorm
+from models.loading.placements import Placement, decoder_placements
 from models.rotary import inverse_frequencies, rotary_angles
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and a gated MLP, each after a norm and added to the residual."""
+    """Attention and a gated MLP, each after a norm and added to the residual.
+
+    A family that is wired differently names other parts, or overrides the call.
+
+    Attributes:
+      norm_class: of the norms over the hidden size.
+      qk_norm_class: of a norm on each query and key head; None = there is none.
+      activation: of the gate.
+    """
+
+    norm_class: type[RMSNorm] = RMSNorm
+    qk_norm_class: type[RMSNorm] | None = None
+    activation = staticmethod(jax.nn.silu)
 
     def __init__(
-        self, config: ModelConfig, *, dtype: str, kernels: AttentionKernels, has_qk_norm: bool
+        self, config: ModelConfig, *, dtype: str, kernels: AttentionKernels, cache_group: int
     ):
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.input_layernorm = norm()
-        self.self_attn = Attention(config, dtype=dtype, kernels=kernels, has_qk_norm=has_qk_norm)
-        self.post_attention_layernorm = norm()
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, dtype=dtype, bias=config.mlp_bias
+        self.input_layernorm = self.make_norm(config, dtype)
+        self.self_attn = Attention(
+            config,
+            dtype=dtype,
+            kernels=kernels,
+            cache_group=cache_group,
+            qk_norm_class=self.qk_norm_class,
         )
+        self.post_attention_layernorm = self.make_norm(config, dtype)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            dtype=dtype,
+            bias=config.mlp_bias,
+            activation=self.activation,
+        )
+
+    @classmethod
+    def make_norm(cls, config: ModelConfig, dtype: str) -> RMSNorm:
+        """A norm over the hidden size."""
+        return cls.norm_class(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
     def __call__(
         self,
@@ -50,23 +78,32 @@ def _run_layer(graphdef, state, x, batch, cache, layer, angles):
 
 
 class Decoder(nnx.Module):
-    """Token ids to hidden states; the base of families that are wired like Llama."""
+    """Token ids to hidden states; the base of families that are wired like Llama.
 
-    has_qk_norm = False
+    Attributes:
+      layer_class: of the layers; its norm is the final one as well.
+      embedding_class: of the tokens.
+    """
+
+    layer_class: type[DecoderLayer] = DecoderLayer
+    embedding_class: type[Embedding] = Embedding
 
     def __init__(self, config: ModelConfig, *, dtype: str, kernels: AttentionKernels):
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.places = layer_places(config)
+        size = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = self.embedding_class(*size, dtype=dtype)
         self.layers = nnx.List(
-            DecoderLayer(config, dtype=dtype, kernels=kernels, has_qk_norm=self.has_qk_norm)
-            for _ in range(config.num_hidden_layers)
+            self.layer_class(config, dtype=dtype, kernels=kernels, cache_group=group)
+            for group, _ in self.places
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        )
+        self.norm = self.layer_class.make_norm(config, dtype)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(*size, dtype=dtype)
+
+    @staticmethod
+    def placements(config: ModelConfig) -> tuple[Placement, ...]:
+        """The names of one layer's weights in a checkpoint, and how they make its parameters."""
+        return decoder_placements(config)
 
     @property
     def head_path(self) -> str:
@@ -76,8 +113,12 @@ class Decoder(nnx.Module):
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Hidden states `[R, D]` of the batch's `logits_indices`, normalised, and the new cache."""
         x = self._embed(batch)
-        angles = rotary_angles(batch.positions[0], inverse_frequencies(self.config))
-        for index, layer in enumerate(self.layers):
+        angles = rotary_angles(
+            batch.positions[0],
+            inverse_frequencies(self.config),
+            self.config.rope_scaling.attention_factor,
+        )
+        for layer, (_, index) in zip(self.layers, self.places, strict=True):
             graphdef, state = nnx.split(layer)
             layer_index = jnp.asarray(np.array([index], np.int32))
             x, cache = _run_layer(graphdef, state, x, batch, cache, layer_index, angles)

@@ -21,7 +21,7 @@ class CacheGeometry:
       num_kv_heads: KV heads of a layer.
       stored_head_dim: head dim in memory, padded to what the kernels take.
       dtype: of the stored keys and values.
-      sliding_window: tokens that a query sees, or None for all.
+      sliding_window: a query at position p sees the keys `(p - sliding_window, p]`; None = all.
     """
 
     num_layers: int
@@ -79,18 +79,34 @@ class KVCache:
         return replace(self, groups=groups)
 
 
+def group_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """The sliding window of each cache group, full attention first."""
+    return tuple(sorted(set(config.windows), key=lambda window: window or 0))
+
+
+def layer_places(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(cache group, index within it) of each layer; layers of one window share a group."""
+    groups = group_windows(config)
+    return tuple(
+        (groups.index(window), config.windows[:layer].count(window))
+        for layer, window in enumerate(config.windows)
+    )
+
+
 def cache_geometries(
     config: ModelConfig, *, page_size: int, dtype: str, stored_head_dim: int | None = None
 ) -> tuple[CacheGeometry, ...]:
-    """The cache groups of a model: one group of full attention."""
-    return (
+    """The cache groups of a model: one for each window that its layers have."""
+    return tuple(
         CacheGeometry(
-            num_layers=config.num_hidden_layers,
+            num_layers=config.windows.count(window),
             page_size=page_size,
             num_kv_heads=config.num_key_value_heads,
             stored_head_dim=stored_head_dim or config.stored_head_dim,
             dtype=dtype,
-        ),
+            sliding_window=window,
+        )
+        for window in group_windows(config)
     )
 
 

@@ -1,6 +1,7 @@
 """The parts that decoders share: Linear and its weight format, RMSNorm, embedding, gated MLP."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,17 +46,20 @@ class DenseFormat:
         return {"weight": abstract_parameter(in_dims + out_dims, self.dtype, axes)}
 
     def product(self, x: jax.Array, parameters: dict, num_in_dims: int) -> jax.Array:
-        """One matrix product over flattened dimensions, so that every fused weight is a matrix."""
+        """One matrix product; XLA flattens what is fused, but after it has split it.
+
+        Flattened here, gate and up `[D, 2, F]` would be gathered whole on every device, since a
+        matrix `[D, 2 * F]` cannot say that it is split over F alone.
+        """
         weight = parameters["weight"][...]
-        in_dims, out_dims = weight.shape[:num_in_dims], weight.shape[num_in_dims:]
+        in_dims = weight.shape[:num_in_dims]
         tokens = x.shape[: x.ndim - num_in_dims]
-        matrix = weight.reshape(math.prod(in_dims), math.prod(out_dims))
-        y = jnp.dot(
-            x.reshape(math.prod(tokens), math.prod(in_dims)),
-            matrix,
+        return jnp.tensordot(
+            x.reshape(*tokens, math.prod(in_dims)),
+            weight.reshape(math.prod(in_dims), *weight.shape[num_in_dims:]),
+            axes=1,
             precision=product_precision(weight.dtype),
         )
-        return y.reshape(*tokens, *out_dims)
 
 
 class Linear(nnx.Module):
@@ -100,7 +104,19 @@ class RMSNorm(nnx.Module):
         """Normalise the last axis."""
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return (y * self.gain()).astype(x.dtype)
+
+    def gain(self) -> jax.Array:
+        """What multiplies each normalised component, float32[size]."""
+        return self.weight[...].astype(jnp.float32)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm by `1 + weight`, added in float32 (Gemma)."""
+
+    def gain(self) -> jax.Array:
+        """What multiplies each normalised component, float32[size]."""
+        return 1 + super().gain()
 
 
 class Embedding(nnx.Module):
@@ -114,10 +130,33 @@ class Embedding(nnx.Module):
         return self.weight[...].at[token_ids].get(mode="clip")
 
 
-class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`, gate and up fused as `[D, 2, F]`."""
+class ScaledEmbedding(Embedding):
+    """Embeddings times `sqrt(D)`, which is first rounded to the weights' type (Gemma)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: str, bias: bool):
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """int32[T] -> [T, D]."""
+        x = super().__call__(token_ids)
+        return x * jnp.asarray(math.sqrt(x.shape[-1]), x.dtype)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """GELU by its tanh approximation."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+class GatedMLP(nnx.Module):
+    """`down(activation(gate(x)) * up(x))`, gate and up fused as `[D, 2, F]`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: str,
+        bias: bool,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    ):
+        self.activation = activation
         weight_format, bias_dtype = DenseFormat(dtype), dtype if bias else None
         self.gate_up_proj = Linear(
             (hidden_size,),
@@ -137,23 +176,27 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, D]."""
         gate_up = self.gate_up_proj(x)
-        return self.down_proj(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
+        return self.down_proj(self.activation(gate_up[:, 0]) * gate_up[:, 1])
 
 
-def compute_logits(weight: jax.Array, hidden: jax.Array) -> jax.Array:
+def compute_logits(
+    weight: jax.Array, hidden: jax.Array, soft_cap: float | None = None
+) -> jax.Array:
     """Logits of the vocabulary.
 
     Args:
       weight: [V, D], the head's or the tied embedding's.
       hidden: [R, D].
+      soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`; None = they stay.
 
     Returns:
       float32[R, V].
     """
-    return jnp.einsum(
+    logits = jnp.einsum(
         "rd,vd->rv",
         hidden,
         weight,
         precision=product_precision(weight.dtype),
         preferred_element_type=jnp.float32,
     )
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

@@ -11,13 +11,15 @@ from models.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """float32[head_dim / 2] radians a position.
+    """float32[rotary_dim / 2] radians a position.
 
     Source: Su et al. 2021; the scalings as in Hugging Face's modeling_rope_utils.
     """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    dim = config.rotary_dim
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    return _scale(frequencies, config.rope_scaling).astype(np.float32)
+    scaling = config.rope_scaling.for_length(config.max_position_embeddings)
+    return _scale(frequencies, scaling).astype(np.float32)
 
 
 def _scale(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -38,13 +40,19 @@ def _scale_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def rotary_angles(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of int32[T] positions, each float32[T, 1, head_dim / 2]."""
+def rotary_angles(
+    positions: jax.Array, frequencies: np.ndarray, attention_factor: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of int32[T] positions, times a factor, each float32[T, 1, rotary_dim / 2]."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate [T, heads, head_dim] by its positions; dimension i pairs with i + head_dim / 2."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    """Rotate [T, heads, head_dim] by its positions; dimension i pairs with i + rotary_dim / 2.
+
+    Dimensions past the rotary ones stay as they are.
+    """
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)

@@ -1,12 +1,16 @@
 """Logical axis names of parameters and cache, and the mesh axes they are split over."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from models.config import ModelConfig
 
 MESH_AXES = ("data", "model")
 
@@ -23,6 +27,12 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "page": None,
 }
 """Logical axis -> mesh axis. Query heads follow their KV head: fused weights keep an own axis."""
+
+WHOLE_IF_UNEVEN = frozenset({"vocab"})
+"""Axes that every device holds whole where they do not divide by the devices."""
+
+CONFIG_NAMES = {"kv_heads": "num_key_value_heads", "mlp": "intermediate_size"}
+"""Logical axis -> what a model's config calls its size."""
 
 
 def make_mesh(tensor_parallel_size: int = 1) -> Mesh:
@@ -45,6 +55,26 @@ def make_mesh(tensor_parallel_size: int = 1) -> Mesh:
     )
 
 
+def share_kv_heads(config: ModelConfig, num_devices: int) -> ModelConfig:
+    """The config of a model whose KV heads divide by the devices.
+
+    Where there are fewer KV heads than devices, each is copied, so that every device has the one
+    that its query heads need: K grows, G shrinks, and query heads keep their order.
+
+    Raises:
+      ValueError: the heads cannot be shared by so many devices.
+    """
+    K, N = config.num_key_value_heads, config.num_attention_heads
+    if K % num_devices == 0:
+        return config
+    if num_devices % K or N % num_devices:
+        raise ValueError(
+            f"tensor_parallel_size must divide num_key_value_heads = {K}, or be a multiple of it "
+            f"that divides num_attention_heads = {N}; got {num_devices}"
+        )
+    return replace(config, num_key_value_heads=num_devices, kv_head_copies=num_devices // K)
+
+
 @dataclass(frozen=True)
 class Sharder:
     """Places arrays by the names of their axes.
@@ -55,11 +85,15 @@ class Sharder:
 
     mesh: Mesh
 
-    def sharding(self, axes: Sequence[str | None]) -> jax.sharding.Sharding:
-        """The sharding of an array whose axes have these logical names."""
+    def sharding(self, shape: Sequence[int], axes: Sequence[str | None]) -> jax.sharding.Sharding:
+        """The sharding of an array of this shape whose axes have these logical names.
+
+        Raises:
+          ValueError: an axis that is split does not divide by the devices.
+        """
         if self.mesh.size == 1:
             return jax.sharding.SingleDeviceSharding(self.mesh.devices.flat[0])
-        names = [None if axis is None else MESH_AXIS_OF[axis] for axis in axes]
+        names = [self._mesh_axis(size, axis) for size, axis in zip(shape, axes, strict=True)]
         return NamedSharding(self.mesh, PartitionSpec(*names))
 
     def abstract(
@@ -68,16 +102,10 @@ class Sharder:
         """The array's shape, dtype and sharding, without the array.
 
         Raises:
-          ValueError: an axis that is split does not divide over the devices.
+          ValueError: an axis that is split does not divide by the devices.
         """
-        for size, axis in zip(shape, axes, strict=True):
-            is_split = axis is not None and MESH_AXIS_OF[axis] is not None
-            if is_split and size % self.mesh.size:
-                raise ValueError(
-                    f"tensor_parallel_size must divide the model's {axis} = {size}; "
-                    f"got {self.mesh.size}"
-                )
-        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=self.sharding(axes))
+        sharding = self.sharding(shape, axes)
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
 
     def replicated(self, shape: Sequence[int], dtype: str | jnp.dtype) -> jax.ShapeDtypeStruct:
         """An abstract array that every device holds whole."""
@@ -94,5 +122,24 @@ class Sharder:
 
     def put(self, value, axes: Sequence[str | None] = ()) -> jax.Array:
         """Upload one host array."""
-        axes = axes or (None,) * getattr(value, "ndim", 0)
-        return jax.device_put(value, self.sharding(axes))
+        shape = np.shape(value)
+        axes = axes or (None,) * len(shape)
+        return jax.device_put(value, self.sharding(shape, axes))
+
+    def _mesh_axis(self, size: int, axis: str | None) -> str | None:
+        """The mesh axis that an array's axis of this size is split over; None = not split."""
+        mesh_axis = None if axis is None else MESH_AXIS_OF[axis]
+        if axis is None or mesh_axis is None or size % self.mesh.shape[mesh_axis] == 0:
+            return mesh_axis
+        if axis in WHOLE_IF_UNEVEN:
+            return None
+        raise ValueError(
+            f"tensor_parallel_size must divide the model's {CONFIG_NAMES.get(axis, axis)} = "
+            f"{size}; got {self.mesh.shape[mesh_axis]}"
+        )
+
+
+def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an abstract array on one device."""
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

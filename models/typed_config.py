@@ -44,6 +44,10 @@ class TypedConfig:
             raise self.error(key, "must be a finite number above 0", value)
         return number
 
+    def optional_number(self, key: str) -> float | None:
+        """A finite number above 0, or None where the key is absent or null."""
+        return None if self.values.get(key) is None else self.number(key)
+
     def boolean(self, key: str, default: bool = False) -> bool:
         """True or false; 0, 1 and strings are neither."""
         value = self._get(key, default)
@@ -57,6 +61,16 @@ class TypedConfig:
         if value not in choices:
             raise self.error(key, f"must be one of {', '.join(choices)}", value)
         return value
+
+    def choices(self, key: str, length: int, choices: tuple[str, ...]) -> tuple[str, ...]:
+        """A list of exactly `length` of the given strings."""
+        value = self.values.get(key)
+        if not isinstance(value, list | tuple) or len(value) != length:
+            raise self.error(key, f"must be a list of {length} names", value)
+        for name in value:
+            if name not in choices:
+                raise self.error(key, f"must hold only {', '.join(choices)}", name)
+        return tuple(value)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """A list of exactly `length` finite numbers above 0."""

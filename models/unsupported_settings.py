@@ -1,6 +1,7 @@
 """The settings of a config.json that would change the result and are not built: one list."""
 
 import fnmatch
+from collections.abc import Mapping
 from typing import Any
 
 from models.typed_config import TypedConfig
@@ -58,14 +59,21 @@ ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 """
 
 
-def refuse_unsupported(config: TypedConfig) -> None:
+def refuse_unsupported(
+    config: TypedConfig, built: Mapping[str, tuple[Any, ...] | None] | None = None
+) -> None:
     """Refuse the first setting that would change the result.
+
+    Args:
+      config: the whole config.json.
+      built: keys that this family has built -> values with which they are accepted; None = all.
 
     Raises:
       ModelLoadError: names file, key and value.
     """
+    built = built or {}
     for key, value in config.values.items():
-        accepted = _accepted(key, value, config)
+        accepted = built[key] if key in built else _accepted(key, value, config)
         if value is None or accepted is None or value in accepted:
             continue
         raise config.error(key, _rule(accepted), value)

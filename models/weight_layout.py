@@ -40,14 +40,30 @@ class Leaf:
 
 
 class WeightLayout:
-    """The leaves of one model, their order, and the way back to a model inside a trace."""
+    """The leaves of one model, their order, and the way back to a model inside a trace.
 
-    def __init__(self, graphdef, treedef, parameters: list[Leaf], head_path: str, stack: Stack):
+    Attributes:
+      leaves: the arrays that enter a step.
+      head_index: the leaf `[V, D]` that gives the logits.
+      logit_soft_cap: what `compute_logits` needs beside it.
+    """
+
+    def __init__(
+        self,
+        graphdef,
+        treedef,
+        parameters: list[Leaf],
+        *,
+        head_path: str,
+        stack: Stack,
+        logit_soft_cap: float | None,
+    ):
         self._graphdef, self._treedef = graphdef, treedef
         self._parameters = parameters
         self.leaves = self._pack_leaves(stack)
         self._leaf_index = {leaf.path: index for index, leaf in enumerate(self.leaves)}
         self.head_index = self._leaf_index[head_path]
+        self.logit_soft_cap = logit_soft_cap
 
     @classmethod
     def of_model(
@@ -68,7 +84,14 @@ class WeightLayout:
         for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True):
             axes = variable.get_metadata()["logical_axes"]
             parameters.append(Leaf(".".join(map(str, path)), value.shape, value.dtype.name, axes))
-        return cls(graphdef, treedef, parameters, model.head_path, stack)
+        return cls(
+            graphdef,
+            treedef,
+            parameters,
+            head_path=model.head_path,
+            stack=stack,
+            logit_soft_cap=config.final_logit_softcapping,
+        )
 
     def merge(self, leaves: Sequence[jax.Array]) -> Decoder:
         """The model, inside a trace, from arrays in the order of `leaves`."""
@@ -179,7 +202,7 @@ def make_dummy_leaves(layout: WeightLayout, sharder: Sharder, seed: int) -> list
     arrays = []
     for index, leaf in enumerate(layout.leaves):
         key = jax.random.fold_in(jax.random.key(seed), index)
-        make = _dummy_maker(leaf.shape, leaf.dtype, sharder.sharding(leaf.axes))
+        make = _dummy_maker(leaf.shape, leaf.dtype, sharder.sharding(leaf.shape, leaf.axes))
         is_norm = leaf.path.endswith("norm.weight")
         arrays.append(make(key, 1.0 if is_norm else 0.0, 0.0 if is_norm else 0.02))
     return arrays

@@ -1,6 +1,6 @@
-"""Settings of all tests: the CPU unless told otherwise, and compiled programs kept on disk.
+"""Settings of all tests: the CPU unless told otherwise, no hub, compiled programs kept on disk.
 
-Both stand in the environment before jax is first imported, so that they reach the workers of
+All stand in the environment before jax is first imported, so that they reach the workers of
 pytest-xdist and the processes that tests start. `JAX_PLATFORMS=cuda` runs tests on the GPU.
 """
 
@@ -10,5 +10,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

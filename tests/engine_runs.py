@@ -41,20 +41,25 @@ def shared_engine() -> BuiltEngine:
 
 
 def with_scheduler(
-    built: BuiltEngine, *, num_pages: int = 257, seed: int = 0, **limits: Any
+    built: BuiltEngine, *, num_pages: int | tuple[int, ...] = 257, seed: int = 0, **limits: Any
 ) -> Engine:
     """A new engine over the programs and arrays of an idle one, with other limits.
 
     Args:
       built: where programs and arrays come from; nothing is compiled.
-      num_pages: of the pool, the null page included; at most the cache's.
+      num_pages: of each pool, or of every one, the null page included; at most the cache's.
       seed: of requests without a seed.
       limits: fields of SchedulerConfig that differ.
     """
     old = built.engine
     assert not old.has_unfinished
     config = dataclasses.replace(old.scheduler._config, **limits)
-    scheduler = Scheduler(config, (PagePool(num_pages, 16),))
+    windows = [pool.sliding_window for pool in old.scheduler._roster.page_pools]
+    counts = (num_pages,) * len(windows) if isinstance(num_pages, int) else num_pages
+    pools = zip(counts, windows, strict=True)
+    scheduler = Scheduler(
+        config, tuple(PagePool(count, 16, sliding_window=window) for count, window in pools)
+    )
     in_flight = config.max_steps_in_flight
     return Engine(scheduler, old._builder, old.runner, max_steps_in_flight=in_flight, seed=seed)
 

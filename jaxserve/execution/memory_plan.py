@@ -1,22 +1,17 @@
-"""The memory plan: how many pages fit, the bill that is shown, and what a restart remembers."""
+"""The memory plan: what is free, the bill that is shown, and what a restart remembers."""
 
 import dataclasses
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.errors import EngineConfigError
-from models.kv_cache import CacheGeometry
-
 logger = logging.getLogger(__name__)
 
-PAGE_COUNT_STEP = 1024
-"""Page counts are multiples of it: a small change of free memory keeps the compiled shapes."""
 RESERVED_BYTES = 512 << 20
 """For what XLA allocates from the same pool and no analysis shows: cuBLAS workspaces, literals."""
 DEFAULT_CPU_CACHE_BYTES = 1 << 30
@@ -24,32 +19,49 @@ DEFAULT_CPU_CACHE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBill:
-    """Where the device's memory goes, in bytes.
+    """Where the memory of one device goes, in bytes; of the smallest if they differ.
 
     Attributes:
       device_bytes: that the process may use; 0 where the device does not tell (CPU).
       weight_bytes: of the model on one device.
-      page_bytes: of keys and values.
+      page_bytes: of keys and values on one device.
       temporary_bytes: of the largest step.
-      num_pages: in each cache group.
-      num_tokens: that the pages hold.
+      num_pages: of each cache group.
+      windows: for each group the tokens that its layers see, or None for all.
+      num_tokens: that the pages hold when no sequence gives any back: of the full groups, or of
+        the window groups where there are no others.
     """
 
     device_bytes: int
     weight_bytes: int
     page_bytes: int
     temporary_bytes: int
-    num_pages: int
+    num_pages: tuple[int, ...]
+    windows: tuple[int | None, ...]
     num_tokens: int
 
     def __str__(self) -> str:
         parts = [
             f"weights {_gib(self.weight_bytes)}",
-            f"pages {_gib(self.page_bytes)} ({self.num_pages} pages, {self.num_tokens} tokens)",
+            f"pages {_gib(self.page_bytes)} ({self._list_pages()}, {self.num_tokens} tokens)",
             f"temporaries {_gib(self.temporary_bytes)}",
         ]
         total = f"of {_gib(self.device_bytes)}" if self.device_bytes else "on this host"
         return f"memory {total}: " + ", ".join(parts)
+
+    def _list_pages(self) -> str:
+        names = ["" if window is None else f" of window {window}" for window in self.windows]
+        counts = zip(self.num_pages, names, strict=True)
+        return " + ".join(f"{count} pages{name}" for count, name in counts)
+
+
+def count_tokens(
+    num_pages: tuple[int, ...], windows: tuple[int | None, ...], page_size: int
+) -> int:
+    """Tokens that the pages hold when no sequence gives any back; see `MemoryBill`."""
+    groups = list(zip(num_pages, windows, strict=True))
+    of_full = [count for count, window in groups if window is None]
+    return (min(of_full or num_pages) - 1) * page_size
 
 
 def _gib(num_bytes: int) -> str:
@@ -64,29 +76,25 @@ def free_device_bytes(device: Any) -> tuple[int, int] | None:
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
 
-def pages_that_fit(available_bytes: int, geometries: Sequence[CacheGeometry]) -> int:
-    """Pages of each group that fit, rounded down to a multiple of `PAGE_COUNT_STEP`.
-
-    Raises:
-      EngineConfigError: not even two pages fit.
-    """
-    bytes_per_page = sum(geometry.bytes_per_page for geometry in geometries)
-    count = max(available_bytes, 0) // bytes_per_page
-    if count >= PAGE_COUNT_STEP:
-        count -= count % PAGE_COUNT_STEP
-    if count < 2:
-        raise EngineConfigError(
-            f"the memory left must hold at least 2 pages of {bytes_per_page} bytes; got "
-            f"{available_bytes} bytes; raise gpu_memory_utilization or take a smaller model"
-        )
-    return count
+def free_mesh_bytes(devices: Iterable[Any]) -> tuple[int, int] | None:
+    """(free, limit) bytes of the devices that have the least; None where one does not tell."""
+    found = [free_device_bytes(device) for device in devices]
+    known = [pair for pair in found if pair is not None]
+    if not known or len(known) < len(found):
+        return None
+    return min(free for free, _ in known), min(limit for _, limit in known)
 
 
 @dataclass(frozen=True, slots=True)
 class RememberedPlan:
-    """What a start found out and the next one can use; it is in every program's shape."""
+    """What a start found out and the next one can use; it is in every program's shape.
 
-    num_pages: int
+    Attributes:
+      num_pages: of each cache group.
+      temporary_bytes: of the largest step on one device.
+    """
+
+    num_pages: tuple[int, ...]
     temporary_bytes: int
 
 
@@ -102,7 +110,10 @@ class PlanMemory:
         """The remembered plan, or None; a damaged file counts as none."""
         try:
             values = json.loads(self._path.read_text())
-            return RememberedPlan(int(values["num_pages"]), int(values["temporary_bytes"]))
+            if not isinstance(values["num_pages"], list):
+                raise TypeError(f"num_pages must be a list; got {values['num_pages']!r}")
+            num_pages = tuple(map(int, values["num_pages"]))
+            return RememberedPlan(num_pages, int(values["temporary_bytes"]))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -155,10 +155,10 @@ class ProgramTable:
         carried = (self._shardings(shapes.cache), self._shardings(shapes.state))
         if mode is None:
             function = functools.partial(self._functions.forward, layout)
-            out_shardings = (None, None, *carried)
+            out_shardings = (self._whole(2), self._whole(1), *carried)
         else:
             function = functools.partial(self._functions.decode, layout, mode)
-            out_shardings = (None, *carried)
+            out_shardings = (self._whole(2), *carried)
         jitted = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
         packed = self._sharder.replicated((layout.size,), "int32")
         return jitted.lower(shapes.leaves, shapes.cache, shapes.state, packed)
@@ -166,7 +166,7 @@ class ProgramTable:
     def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
         shapes, sharder = self._shapes, self._sharder
         function = functools.partial(self._functions.sample, mode)
-        shardings = (None, self._shardings(shapes.state))
+        shardings = (self._whole(2), self._shardings(shapes.state))
         jitted = jax.jit(function, donate_argnums=(3,), out_shardings=shardings)
         head = shapes.leaves[self._functions.weights.head_index]
         hidden = sharder.replicated((num_rows, shapes.hidden_size), shapes.hidden_dtype)
@@ -179,6 +179,10 @@ class ProgramTable:
         state = self._shapes.state
         jitted = jax.jit(function, donate_argnums=(0,), out_shardings=self._shardings(state))
         return jitted.lower(state, self._sharder.replicated((layout.size,), "int32"))
+
+    def _whole(self, num_axes: int) -> jax.sharding.Sharding:
+        """Every device holds the array: one copy is read, and the next program expects it."""
+        return self._sharder.sharding((1,) * num_axes, (None,) * num_axes)
 
     @staticmethod
     def _shardings(tree):

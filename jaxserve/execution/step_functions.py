@@ -64,8 +64,8 @@ class StepFunctions:
         slot_ids = inputs["slot_ids"]
         return hidden, slot_ids, cache, advance_computed(state, slot_ids, batch.seq_lens)
 
-    @staticmethod
     def sample(
+        self,
         mode: SampleMode,
         head: jax.Array,
         hidden: jax.Array,
@@ -86,7 +86,7 @@ class StepFunctions:
           cheaper than several), and the state with the new tokens.
         """
         records = rows_of(state, slot_ids)
-        logits = compute_logits(head, hidden)
+        logits = compute_logits(head, hidden, self.weights.logit_soft_cap)
         tokens = sample_tokens(logits, sampling_rows(records), mode)
         is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
         num_new = can_sample(records).astype(jnp.int32)

@@ -38,6 +38,22 @@ class SchedulerConfig:
     max_decode_row_tokens: int = 1
     watermark: float = 0.0
 
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens between the first that a row may still compute and the end of its pages."""
+        chunk = self.long_prefill_token_threshold or self.max_num_batched_tokens
+        chunk = max(min(chunk, self.max_num_batched_tokens), self.max_decode_row_tokens)
+        return chunk + self.max_uncertain_tokens
+
+    @property
+    def max_uncertain_tokens(self) -> int:
+        """Tokens of a sequence that steps in flight may turn out not to have computed.
+
+        A decode row computes at least one of its tokens, and the step that is being scheduled
+        is not in flight yet.
+        """
+        return (self.max_steps_in_flight - 1) * (self.max_decode_row_tokens - 1)
+
     def __post_init__(self) -> None:
         """Check the values."""
         self._check_at_least("max_num_seqs", 1)

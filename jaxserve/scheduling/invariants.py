@@ -21,8 +21,10 @@ def check_books(roster: Roster, rows_in_flight: Iterable[ScheduledRow]) -> None:
     owners = [*roster.running, *roster.leaving]
     _check_states(roster)
     _check_slots(roster, owners)
+    rows = list(rows_in_flight)
     _check_pages(roster, owners)
-    _check_counts(roster, owners, list(rows_in_flight))
+    _check_freed_pages(roster, owners, rows)
+    _check_counts(roster, owners, rows)
 
 
 def num_reserved_tokens(row: ScheduledRow) -> int:
@@ -69,7 +71,7 @@ def _check_slots(roster: Roster, owners: list[Sequence]) -> None:
 def _check_pages(roster: Roster, owners: list[Sequence]) -> None:
     for group, pool in enumerate(roster.page_pools):
         pool.check_invariants()
-        holders = Counter(page for s in owners for page in s.page_tables[group])
+        holders = Counter(page for s in owners for page in s.page_tables[group] if page)
         for page in range(pool.num_pages):
             law = f"page {page} of group {group} must have one reference a table that holds it"
             counts = (pool.num_references(page), holders[page])
@@ -81,6 +83,26 @@ def _check_pages(roster: Roster, owners: list[Sequence]) -> None:
     waiting = [s for s in roster.waiting if s not in roster.leaving]
     owning = [s for s in waiting if s.state_slot is not None or any(s.page_tables)]
     _require(not owning, "waiting sequences must own nothing", len(owning))
+
+
+def _check_freed_pages(roster: Roster, owners: list[Sequence], rows: list[ScheduledRow]) -> None:
+    """Freed pages are the first of a table, and no token still to be computed sees them."""
+    num_uncertain: Counter[Sequence] = Counter()
+    for row in rows:
+        if row.is_decode:
+            num_uncertain[row.sequence] += row.num_scheduled_tokens - 1
+    for sequence in owners:
+        next_token = sequence.num_computed_tokens - num_uncertain[sequence]
+        for group, pool in enumerate(roster.page_pools):
+            num_freed, table = sequence.num_freed_pages[group], sequence.page_tables[group]
+            law = f"the {num_freed} first pages of group {group} must be 0, and only they"
+            _require([i for i, p in enumerate(table) if not p] == [*range(num_freed)], law, table)
+            num_dead = pool.num_dead_pages(next_token)
+            law = f"at most {num_dead} pages of group {group} may be freed at {next_token}"
+            _require(num_freed <= num_dead, law, num_freed)
+            most = pool.max_held_pages(sequence.max_num_tokens, roster.max_row_tokens)
+            law = f"a sequence must hold at most {most} pages of group {group}"
+            _require(len(table) - num_freed <= most, law, len(table) - num_freed)
 
 
 def _check_counts(roster: Roster, owners: list[Sequence], rows: list[ScheduledRow]) -> None:

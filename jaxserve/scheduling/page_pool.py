@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from jaxserve.errors import EngineConfigError
+from jaxserve.scheduling.windows import count_dead_pages, count_pages_of_window
 
 
 class PagePool:
@@ -13,12 +14,13 @@ class PagePool:
     Source: Kwon et al. 2023 (paged attention); vLLM calls a page a block.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, *, sliding_window: int | None = None):
         """Make a pool whose pages are all free.
 
         Args:
           num_pages: pages in the cache, the null page included; at least 2.
           page_size: tokens that a page holds; at least 1.
+          sliding_window: tokens that a query of the group sees; at least 1, or None for all.
 
         Raises:
           EngineConfigError: a number is too small.
@@ -27,6 +29,9 @@ class PagePool:
             raise EngineConfigError(f"num_pages must be at least 2; got {num_pages}")
         if page_size < 1:
             raise EngineConfigError(f"page_size must be at least 1; got {page_size}")
+        if sliding_window is not None and sliding_window < 1:
+            raise EngineConfigError(f"sliding_window must be at least 1; got {sliding_window}")
+        self.sliding_window = sliding_window
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, 0, -1))
@@ -49,6 +54,27 @@ class PagePool:
     def num_pages_for(self, num_tokens: int) -> int:
         """Count the pages that so many tokens need."""
         return -(-num_tokens // self.page_size)
+
+    def num_dead_pages(self, next_token: int) -> int:
+        """Count a sequence's leading pages that its tokens from `next_token` on do not see."""
+        if self.sliding_window is None:
+            return 0
+        return count_dead_pages(next_token, window=self.sliding_window, page_size=self.page_size)
+
+    def max_held_pages(self, num_tokens: int, max_row_tokens: int) -> int:
+        """Count the pages that a sequence needs at most to compute so many tokens, row by row.
+
+        Args:
+          num_tokens: of the sequence.
+          max_row_tokens: see `SchedulerConfig.max_row_tokens`.
+        """
+        num_pages = self.num_pages_for(num_tokens)
+        if self.sliding_window is None:
+            return num_pages
+        of_window = count_pages_of_window(
+            max_row_tokens, window=self.sliding_window, page_size=self.page_size
+        )
+        return min(num_pages, of_window)
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Give out pages with one reference each: all that are asked for, or None.

@@ -1,9 +1,12 @@
 """Roster: which sequences wait, run and leave, and the slots and pages that they own."""
 
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
+from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.slot_pool import SlotPool
 
@@ -24,17 +27,32 @@ class Roster:
     Both `running` and `waiting` stand in the order of arrival, all of `running` before all of
     `waiting`: the victim of a preemption is the last that runs and becomes the first that waits,
     at once, while it is still LEAVING, and no one is admitted past it.
+
+    Pages of a RUNNING sequence come free in `free_dead_pages` alone.
     """
 
-    def __init__(self, page_pools: tuple[PagePool, ...], max_num_seqs: int):
+    def __init__(
+        self,
+        page_pools: tuple[PagePool, ...],
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """Start without sequences.
 
         Args:
           page_pools: one pool for each cache group.
-          max_num_seqs: slots of the device state.
+          config: gives the number of slots, and how long rows are.
+          clock: monotonic seconds.
         """
         self.page_pools = page_pools
-        self.slot_pool = SlotPool(max_num_seqs)
+        self.slot_pool = SlotPool(config.max_num_seqs)
+        self.max_row_tokens = config.max_row_tokens
+        self.max_uncertain_tokens = config.max_uncertain_tokens
+        self.window_groups = tuple(
+            group for group, pool in enumerate(page_pools) if pool.sliding_window is not None
+        )
+        self.num_window_pages_freed = 0
+        self._clock = clock
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.leaving: dict[Sequence, None] = {}
@@ -55,6 +73,7 @@ class Roster:
             raise ValueError(f"request_id and index must be those of no unfinished one; got {name}")
         siblings[sequence.index] = sequence
         sequence.page_tables = [[] for _ in self.page_pools]
+        sequence.num_freed_pages = [0] * len(self.page_pools)
         self.waiting.append(sequence)
 
     def find(self, request_id: str, index: int | None) -> list[Sequence]:
@@ -70,6 +89,8 @@ class Roster:
         sequence.state_slot = self.slot_pool.allocate()
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.status = SequenceStatus.RUNNING
+        if sequence.scheduled_seconds is None:
+            sequence.scheduled_seconds = self._clock()
         self.running.append(sequence)
         return sequence
 
@@ -107,9 +128,11 @@ class Roster:
         """Take slot and pages back from a LEAVING sequence if no step in flight holds it."""
         if sequence.num_steps_in_flight:
             return
-        for pool, table in zip(self.page_pools, sequence.page_tables, strict=True):
-            pool.free(reversed(table))
+        for group, pool in enumerate(self.page_pools):
+            table = sequence.page_tables[group]
+            pool.free(reversed(table[sequence.num_freed_pages[group] :]))
             table.clear()
+            sequence.num_freed_pages[group] = 0
         assert sequence.state_slot is not None
         self.slot_pool.free(sequence.state_slot)
         sequence.state_slot = None
@@ -117,6 +140,39 @@ class Roster:
         del self.leaving[sequence]
         is_ended = sequence.finish_reason is not None
         sequence.status = SequenceStatus.FINISHED if is_ended else SequenceStatus.WAITING
+
+    def free_dead_pages(self, sequence: Sequence) -> None:
+        """Give back the pages that lie before the window of every token still to be computed.
+
+        The caller is about to choose a row of the sequence for the next step. On the device the
+        row starts at `num_computed_tokens`, or by `max_uncertain_tokens` earlier, so neither
+        that step nor a later one reads these pages for this sequence. Steps in flight may still
+        read them, or even write them, while another row gets them in this very step. That is
+        safe, since each step takes the cache that the one before it returned: the device starts
+        to write for the new owner when it is done with all earlier steps.
+        """
+        next_token = sequence.num_computed_tokens - self.max_uncertain_tokens
+        for group in self.window_groups:
+            pool, num_freed = self.page_pools[group], sequence.num_freed_pages[group]
+            num_dead = pool.num_dead_pages(next_token)
+            if num_dead <= num_freed:
+                continue
+            table = sequence.page_tables[group]
+            pool.free(reversed(table[num_freed:num_dead]))
+            table[num_freed:num_dead] = [0] * (num_dead - num_freed)
+            sequence.num_freed_pages[group] = num_dead
+            self.num_window_pages_freed += num_dead - num_freed
+
+    def count_reserved_pages(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Count, for each group, the pages to keep free so that it can compute so many tokens.
+
+        In a window group fewer than it will get in all, since it gives pages back on the way.
+        """
+        missing = self.count_missing_pages(sequence, num_tokens)
+        for group in self.window_groups:
+            most = self.page_pools[group].max_held_pages(num_tokens, self.max_row_tokens)
+            missing[group] = min(missing[group], max(0, most - _num_held(sequence, group)))
+        return missing
 
     def count_missing_pages(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Count, for each group, the pages that the sequence lacks to hold so many tokens."""
@@ -154,7 +210,7 @@ class Roster:
     def will_free(self, num_missing: list[int]) -> bool:
         """Tell whether the pages will be there once all LEAVING sequences are gone."""
         return all(
-            count <= pool.num_free + sum(len(leaver.page_tables[group]) for leaver in self.leaving)
+            count <= pool.num_free + sum(_num_held(leaver, group) for leaver in self.leaving)
             for group, (pool, count) in enumerate(zip(self.page_pools, num_missing, strict=True))
         )
 
@@ -162,3 +218,7 @@ class Roster:
         sequence.status = SequenceStatus.LEAVING
         self.leaving[sequence] = None
         self.settle(sequence)
+
+
+def _num_held(sequence: Sequence, group: int) -> int:
+    return len(sequence.page_tables[group]) - sequence.num_freed_pages[group]

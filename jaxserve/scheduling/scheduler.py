@@ -1,10 +1,12 @@
 """Scheduler: decides which tokens each step computes, and takes in what the step returned."""
 
 import operator
+import time
 from collections import deque
+from collections.abc import Callable
 
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
-from jaxserve.scheduling.admission import check_length
+from jaxserve.scheduling.admission import check_length, max_sequence_tokens
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.endings import append_tokens, find_end_token_ids, find_max_num_tokens
 from jaxserve.scheduling.invariants import check_books, num_reserved_tokens
@@ -29,22 +31,29 @@ class Scheduler:
        again before the host knows; it then returns no token.
     3. A stop string comes as an `abort` with the number of tokens that the client keeps.
     4. A sequence that ended, was aborted or preempted keeps slot and pages until no step in
-       flight holds it.
+       flight holds it. One that runs gives back pages that lie before its window; see
+       `Roster.free_dead_pages` for why that is safe.
     5. A row returns a number of tokens, from none to all that it reserved.
 
     Source: Yu et al. 2022 (Orca, iteration-level scheduling); Agrawal et al. 2023 (Sarathi,
     chunked prefill); vLLM V1's scheduler for the arithmetic without phases.
     """
 
-    def __init__(self, config: SchedulerConfig, page_pools: tuple[PagePool, ...]):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        page_pools: tuple[PagePool, ...],
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """Start without sequences.
 
         Args:
           config: the limits.
           page_pools: the pool of each cache group, at least one, all pages free.
+          clock: monotonic seconds.
         """
         self._config = config
-        self._roster = Roster(page_pools, config.max_num_seqs)
+        self._roster = Roster(page_pools, config, clock)
         self._in_flight: deque[SchedulerOutput] = deque()
 
     @property
@@ -69,9 +78,42 @@ class Scheduler:
         return self._roster.num_preemptions
 
     @property
+    def max_tokens_per_sequence(self) -> int:
+        """Tokens, prompt included, that one sequence alone can have: the model's, or the pages'."""
+        return max_sequence_tokens(
+            self._roster.page_pools,
+            max_model_len=self._config.max_model_len,
+            max_row_tokens=self._config.max_row_tokens,
+        )
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """Pages of each cache group, the null page included."""
+        return tuple(pool.num_usable + 1 for pool in self._roster.page_pools)
+
+    @property
+    def num_window_pages_freed(self) -> int:
+        """Pages that running sequences gave back, since the start; never falls."""
+        return self._roster.num_window_pages_freed
+
+    @property
     def kv_cache_usage(self) -> float:
-        """Share of the pages that are held, in [0, 1]; of the fullest group."""
-        return max(1 - pool.num_free / pool.num_usable for pool in self._roster.page_pools)
+        """Share of the pages that are held, in [0, 1]; of the fullest group. 0 when idle."""
+        pools = self._roster.page_pools
+        return max((pool.num_usable - pool.num_free) / pool.num_usable for pool in pools)
+
+    def page_tables(self) -> dict[tuple[str, int], tuple[tuple[int, ...], ...]]:
+        """Copy who holds which pages now.
+
+        Returns:
+          For each sequence that holds a slot, by request id and index, its page table in each
+          cache group; 0 where a page was given back. Of two with one name the running one.
+        """
+        roster = self._roster
+        return {
+            (sequence.request.request_id, sequence.index): tuple(map(tuple, sequence.page_tables))
+            for sequence in (*roster.leaving, *roster.running)
+        }
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the queue.
@@ -87,6 +129,7 @@ class Scheduler:
             sequence.num_prompt_tokens,
             max_num_tokens,
             max_model_len=max_model_len,
+            max_row_tokens=self._config.max_row_tokens,
             page_pools=self._roster.page_pools,
         )
         self._roster.add(sequence)
@@ -235,4 +278,5 @@ def _make_update(
         error=error,
         num_cached_tokens=sequence.num_cached_tokens,
         num_preemptions=sequence.num_preemptions,
+        scheduled_seconds=sequence.scheduled_seconds,
     )

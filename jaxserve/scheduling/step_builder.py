@@ -34,13 +34,14 @@ class StepBuilder:
 
     **Progress.** The oldest running sequence always advances after finitely many steps. A
     sequence that cannot fit the empty pool is never added, and no sequence needs more pages than
-    its length end allows. If the oldest lacks a page, either LEAVING sequences hold enough, and
-    these come free when the steps in flight are committed; or there is a younger running sequence,
-    and one is preempted. It cannot be preempted itself, for the victim is always the last to
-    arrive, and each preempted sequence waits in front of all that could be admitted. So
-    the younger ones become fewer until it has its page or runs alone, and then every page is free
-    or its own. When nothing runs or leaves, all pages are free and the first that waits is
-    admitted. So the oldest ends, then the next oldest, and in the end all.
+    its length end allows, or its window where it sees no more: before it asks for pages it gives
+    back those that it does not see any longer. If the oldest lacks a page, either LEAVING
+    sequences hold enough, and these come free when the steps in flight are committed; or there is
+    a younger running sequence, and one is preempted. It cannot be preempted itself, for the
+    victim is always the last to arrive, and each preempted sequence waits in front of all that
+    could be admitted. So the younger ones become fewer until it has its page or runs alone, and
+    then every page is free or its own. When nothing runs or leaves, all pages are free and the
+    first that waits is admitted. So the oldest ends, then the next oldest, and in the end all.
     """
 
     def __init__(self, config: SchedulerConfig, roster: Roster):
@@ -73,15 +74,17 @@ class StepBuilder:
 
         For such a sequence `num_tokens` is always `num_computed_tokens + 1`.
         """
-        rows, prompts, no_pages = self._decode_rows, self._prompts, self._roster.no_pages
+        roster, rows, prompts = self._roster, self._decode_rows, self._prompts
+        no_pages, page_step = roster.no_pages, roster.page_step
         width = self._config.max_decode_row_tokens
-        page_step = self._roster.page_step
         num_tokens = 0
-        for index, sequence in enumerate(tuple(self._roster.running)):
+        for index, sequence in enumerate(tuple(roster.running)):
             start = sequence.num_computed_tokens
-            if start < sequence.num_prefill_tokens:
-                prompts.append((index, sequence))
-                continue
+            if start <= sequence.num_prefill_tokens:
+                if start < sequence.num_prefill_tokens:
+                    prompts.append((index, sequence))
+                    continue
+                roster.free_dead_pages(sequence)  # a long chunk leaves many behind
             count = sequence.max_num_tokens - start - 1
             if count > width:
                 count = width
@@ -136,8 +139,8 @@ class StepBuilder:
             count = self._chunk_size(num_tokens)
             if count == 0 or sequence.status is SequenceStatus.LEAVING:
                 return
-            missing = roster.count_missing_pages(sequence, num_tokens)
-            reserved = [sum(counts) for counts in zip(reserved, missing, strict=True)]
+            wanted = roster.count_reserved_pages(sequence, num_tokens)
+            reserved = [sum(counts) for counts in zip(reserved, wanted, strict=True)]
             if not self._can_admit(reserved):
                 return
             roster.admit()
@@ -203,6 +206,7 @@ class StepBuilder:
           num_tokens: how many of its tokens the page tables must hold.
         """
         roster = self._roster
+        roster.free_dead_pages(sequence)
         missing = roster.count_missing_pages(sequence, num_tokens)
         if not any(missing):
             return roster.no_pages
@@ -244,6 +248,6 @@ def _count_reserved_pages(roster: Roster, prompts: list[tuple[int, Sequence]]) -
     """
     reserved = [0] * len(roster.page_pools)
     for _, sequence in prompts:
-        missing = roster.count_missing_pages(sequence, sequence.num_prefill_tokens)
-        reserved = [sum(counts) for counts in zip(reserved, missing, strict=True)]
+        wanted = roster.count_reserved_pages(sequence, sequence.num_prefill_tokens)
+        reserved = [sum(counts) for counts in zip(reserved, wanted, strict=True)]
     return reserved

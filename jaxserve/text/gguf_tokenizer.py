@@ -53,7 +53,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int], pre_tokenizer: str |
     name = pre_tokenizer or file.metadata.string(f"{_PREFIX}pre")
     if name not in KNOWN_PRE_TOKENIZERS:
         rule = f"must be one of {', '.join(KNOWN_PRE_TOKENIZERS)}"
-        advice = "pass pre_tokenizer=... to force one"
+        advice = "name the model's tokenizer.json as tokenizer"
         file.metadata.refuse(f"{_PREFIX}pre", f"{rule}; got {name!r}; {advice}")
     lines = file.metadata.strings(f"{_PREFIX}merges")
     if lines is None:

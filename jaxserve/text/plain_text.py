@@ -24,6 +24,15 @@ def check_unicode(text: str) -> None:
         raise InvalidRequestError.for_field("text", "must be valid Unicode", half) from error
 
 
+def encode_unlocked(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Encode a text while other threads run.
+
+    The backend's `encode` holds the GIL: 2 s for 1 MiB, in which a server answers nobody. Its
+    batches do not, and this one, without offsets, takes half the time.
+    """
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
 class PlainTextEncoder:
     """Encodes with a tokenizer's own model, but never into one of the control tokens."""
 
@@ -83,7 +92,7 @@ class PlainTextEncoder:
 
     def _encode(self, text: str, is_first: bool) -> list[int]:
         plain = self._first if is_first else self._later
-        ids = plain.encode(text, add_special_tokens=False).ids
+        ids = encode_unlocked(plain, text, add_special_tokens=False)
         if not self._renumbered:
             return ids
         return [self._renumbered.get(token_id, token_id) for token_id in ids]

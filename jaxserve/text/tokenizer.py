@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.text.gguf_tokenizer import build_backend
-from jaxserve.text.plain_text import PlainTextEncoder, check_unicode
+from jaxserve.text.plain_text import PlainTextEncoder, check_unicode, encode_unlocked
 from jaxserve.text.token_pieces import Joiner, joiner_maker
 from jaxserve.text.tokenizer_folder import read_folder
 from models.errors import ModelLoadError
@@ -106,13 +106,17 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "Tokenizer":
+    def from_folder(cls, path: str | Path, file: str = "tokenizer.json") -> "Tokenizer":
         """Read tokenizer.json and what stands beside it in a Hugging Face folder.
+
+        Args:
+          path: the folder.
+          file: the name of tokenizer.json in it.
 
         Raises:
           ModelLoadError: a file is missing, malformed, or of an unknown kind.
         """
-        found = read_folder(Path(path))
+        found = read_folder(Path(path), file)
         return cls(
             found.backend,
             special_tokens=found.special_tokens,
@@ -151,7 +155,7 @@ class Tokenizer:
         check_unicode(text)
         if parse_special_tokens:
             uses_template = add_special_tokens and self._add_bos is not False
-            ids = self.backend.encode(text, add_special_tokens=uses_template).ids
+            ids = encode_unlocked(self.backend, text, add_special_tokens=uses_template)
         else:
             ids = self.plain_encoder(self.control_tokens()).encode(text)
         return self._with_special(ids) if add_special_tokens else ids
@@ -230,7 +234,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a GGUF file or of a Hugging Face folder.
+    """Load the tokenizer of a GGUF file, of a Hugging Face folder or of its tokenizer.json.
 
     Raises:
       ModelLoadError: the path is neither, or its tokenizer is missing or refused.
@@ -240,7 +244,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return Tokenizer.from_folder(path)
     if path.suffix == ".gguf":
         return Tokenizer.from_gguf(GgufFile(path))
-    raise ModelLoadError(f"{path}: tokenizer: must be a folder or a .gguf file")
+    if path.suffix == ".json":
+        return Tokenizer.from_folder(path.parent, path.name)
+    raise ModelLoadError(f"{path}: tokenizer: must be a folder, a tokenizer.json or a .gguf file")
 
 
 @functools.lru_cache(maxsize=16)

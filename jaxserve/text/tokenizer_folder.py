@@ -8,9 +8,11 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from models.errors import ModelLoadError
-from models.loading.strict_json import read_json_object
+from models.loading.model_paths import check_inside
+from models.loading.strict_json import read_file, read_json_object
 
 MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TEMPLATE_BYTES = 4 << 20
 _SPECIAL_NAMES = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
@@ -28,13 +30,17 @@ class TokenizerFolder:
     add_eos: bool
 
 
-def read_folder(folder: Path) -> TokenizerFolder:
+def read_folder(folder: Path, file: str = "tokenizer.json") -> TokenizerFolder:
     """Read tokenizer.json, tokenizer_config.json, generation_config.json and chat templates.
 
+    Args:
+      folder: with these files.
+      file: the name of tokenizer.json in it.
+
     Raises:
-      ModelLoadError: a file is missing, malformed or too long.
+      ModelLoadError: a file is missing, malformed, too long, or a link that leaves the folder.
     """
-    backend = _read_backend(folder)
+    backend = _read_backend(folder / file)
     config = _optional_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(config, folder)
     return TokenizerFolder(
@@ -47,16 +53,16 @@ def read_folder(folder: Path) -> TokenizerFolder:
     )
 
 
-def _read_backend(folder: Path) -> Backend:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return _convert(folder)
-    size = path.stat().st_size
-    if size > MAX_TOKENIZER_BYTES:
-        raise ModelLoadError(f"{path}: file: must have at most {MAX_TOKENIZER_BYTES}; got {size}")
+def _read_backend(path: Path) -> Backend:
+    if not path.exists() and path.name == "tokenizer.json":
+        return _convert(path.parent)
+    check_inside(path, path.parent)
+    text = read_file(path, MAX_TOKENIZER_BYTES)
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
+        backend = Backend.from_buffer(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # nothing more specific, and a panic is no Exception
         raise ModelLoadError(f"{path}: content: must be a tokenizer; {error}") from error
     backend.no_padding()
     backend.no_truncation()
@@ -80,7 +86,10 @@ def _convert(folder: Path) -> Backend:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    check_inside(path, path.parent)
+    return read_json_object(path)
 
 
 def _flag(config: Mapping[str, Any], key: str, folder: Path) -> bool | None:
@@ -133,15 +142,14 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     files |= {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
     for name, path in files.items():
         if path.is_file():
-            templates[name] = _read_template(path)
+            templates[name] = _read_template(path, folder)
     return templates
 
 
-def _read_template(path: Path) -> str:
-    if path.stat().st_size > 4 << 20:
-        raise ModelLoadError(f"{path}: file: must have at most {4 << 20} bytes")
+def _read_template(path: Path, folder: Path) -> str:
+    check_inside(path, folder)
     try:
-        return path.read_text("utf-8")
+        return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelLoadError(f"{path}: content: must be UTF-8; {error}") from error
 

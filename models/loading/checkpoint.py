@@ -4,86 +4,42 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from models.config import ModelConfig
 from models.errors import ModelLoadError
+from models.loading.placements import Placement
+from models.registry import model_class
 from models.weight_layout import WeightStore
-
-Assemble = Callable[..., np.ndarray]
 
 DANGEROUS_IF_UNUSED = ("*scale*", "*zero*", "*g_idx*", "*bias*", "*norm*")
 """Tensors that change the result: one that no parameter takes is an error, never skipped."""
-IGNORED = ("*.rotary_emb.inv_freq", "rope_freqs.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a checkpoint tensor goes.
-
-    Attributes:
-      target: the parameter, within its layer.
-      parts: checkpoint names whose tensors make up the parameter, in `assemble`'s order.
-      assemble: host arrays of the parts -> the parameter.
-    """
-
-    target: str
-    parts: tuple[str, ...]
-    assemble: Assemble
-
-
-def decoder_placements(config: ModelConfig) -> tuple[Placement, ...]:
-    """The tensors of one layer of a Llama-shaped checkpoint; weights there are [out, in]."""
-    D, H = config.hidden_size, config.head_dim
-    K, G = config.num_key_value_heads, config.num_query_heads_per_kv_head
-
-    def fuse_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        heads = [q.reshape(K, G, H, -1), k.reshape(K, 1, H, -1), v.reshape(K, 1, H, -1)]
-        return np.concatenate(heads, axis=1).transpose(3, 0, 1, 2)
-
-    def fuse_qkv_bias(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        return fuse_qkv(q, k, v)[0]
-
-    def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-        return np.stack([gate, up], axis=0).transpose(2, 0, 1)
-
-    def output(o: np.ndarray) -> np.ndarray:
-        return o.T.reshape(K, G, H, D)
-
-    def same(x: np.ndarray) -> np.ndarray:
-        return x
-
-    qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
-    weights = (
-        Placement("self_attn.qkv_proj.weight", _suffixed(qkv, "weight"), fuse_qkv),
-        Placement("self_attn.o_proj.weight", ("self_attn.o_proj.weight",), output),
-        Placement("mlp.gate_up_proj.weight", _suffixed(gate_up, "weight"), fuse_gate_up),
-        Placement("mlp.down_proj.weight", ("mlp.down_proj.weight",), np.transpose),
-        Placement("self_attn.qkv_proj.bias", _suffixed(qkv, "bias"), fuse_qkv_bias),
-        Placement("mlp.gate_up_proj.bias", _suffixed(gate_up, "bias"), lambda *b: np.stack(b)),
-    )
-    kept = ("input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight")
-    kept += ("self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias")
-    return weights + tuple(Placement(name, (name,), same) for name in kept)
-
-
-def _suffixed(names: tuple[str, ...], suffix: str) -> tuple[str, ...]:
-    return tuple(f"{name}.{suffix}" for name in names)
+WEIGHT_DTYPES = ("float16", "bfloat16", "float32")
+"""What a parameter may be made of; other types mean nothing without scales that belong to them."""
+MAX_SHOWN = 20
+IGNORED = ("*.rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight")
 
 
 class CheckpointLoader:
     """Feeds tensors to a WeightStore; holds the parts of at most a few fused weights at a time."""
 
-    def __init__(self, config: ModelConfig, store: WeightStore):
-        self._store = store
+    def __init__(self, config: ModelConfig, store: WeightStore, source: str = ""):
+        """Make one for one model.
+
+        Args:
+          config: of the model.
+          store: takes its parameters.
+          source: folder or file of the checkpoint; errors begin with it.
+        """
+        self._store, self._source = store, source
         self._is_tied = config.tie_word_embeddings
+        placements = model_class(config.architecture).placements(config)
         self._placement_of = {
-            part: placement for placement in decoder_placements(config) for part in placement.parts
+            part: placement for placement in placements for part in placement.parts
         }
         self._waiting: dict[str, dict[str, np.ndarray]] = {}
+        self._placed: set[str] = set()
         self._unused: list[str] = []
         self._tied_head: np.ndarray | None = None
 
@@ -98,13 +54,15 @@ class CheckpointLoader:
             self._place(name, tensor)
         if self._store.missing:
             names = self._missing_tensors()
-            raise ModelLoadError(
+            raise self._error(
                 f"the checkpoint must hold every tensor of the model; missing are "
                 f"{len(names)}, among them {', '.join(names[:4])}"
             )
         self._check_tied_head()
         if self._unused:
-            warnings.warn(f"unused tensors in the checkpoint: {self._unused}", stacklevel=2)
+            shown = self._unused[:MAX_SHOWN]
+            more = f" and {len(self._unused) - len(shown)} more" if shown != self._unused else ""
+            warnings.warn(f"unused tensors in the checkpoint: {shown}{more}", stacklevel=2)
 
     def _place(self, name: str, tensor: np.ndarray) -> None:
         if name == "lm_head.weight" and self._is_tied:
@@ -114,15 +72,25 @@ class CheckpointLoader:
         target = layer + placement.target if placement else name.removeprefix("model.")
         if not self._store.expects(target):
             self._refuse_or_note(name)
-        elif placement is None:
+            return
+        self._check_kind(name, target, tensor)
+        if placement is None:
             self._put(target, name, lambda: tensor)
         else:
             parts = self._waiting.setdefault(target, {})
             parts[name.removeprefix(f"model.{layer}")] = tensor
             if len(parts) == len(placement.parts):
                 del self._waiting[target]
-                ordered = [parts[part] for part in placement.parts]
+                ordered = _of_one_type([parts[part] for part in placement.parts])
                 self._put(target, name, lambda: placement.assemble(*ordered))
+
+    def _check_kind(self, name: str, target: str, tensor: np.ndarray) -> None:
+        if target in self._placed:
+            raise self._error(f"{name}: its parameter must be given once; it has another name too")
+        if tensor.dtype.name not in WEIGHT_DTYPES:
+            raise self._error(
+                f"{name}: must hold {', '.join(WEIGHT_DTYPES)} values; got {tensor.dtype.name}"
+            )
 
     def _find(self, name: str) -> tuple[str, Placement | None]:
         match = re.fullmatch(r"model\.(layers\.\d+\.)(.+)", name)
@@ -133,8 +101,12 @@ class CheckpointLoader:
     def _put(self, target: str, name: str, make: Callable[[], np.ndarray]) -> None:
         try:
             self._store.put(target, make())
-        except ValueError as error:
-            raise ModelLoadError(f"{name}: its shape must fit the config; {error}") from error
+            self._placed.add(target)
+        except (ValueError, TypeError, IndexError) as error:
+            raise self._error(f"{name}: its shape must fit the config; {error}") from error
+
+    def _error(self, text: str) -> ModelLoadError:
+        return ModelLoadError(f"{self._source}: {text}" if self._source else text)
 
     def _missing_tensors(self) -> list[str]:
         """The missing parameters under their checkpoint names, part by part."""
@@ -152,7 +124,7 @@ class CheckpointLoader:
         """Transformers ties no head that differs, whatever the config says; we refuse it."""
         head, self._tied_head = self._tied_head, None
         if head is not None and not self._store.holds("embed_tokens.weight", head):
-            raise ModelLoadError(
+            raise self._error(
                 "lm_head.weight: must equal model.embed_tokens.weight, since the config has "
                 "tie_word_embeddings true; it differs; set tie_word_embeddings to false"
             )
@@ -161,7 +133,12 @@ class CheckpointLoader:
         if any(fnmatch.fnmatch(name, pattern) for pattern in IGNORED):
             return
         if any(fnmatch.fnmatch(name, pattern) for pattern in DANGEROUS_IF_UNUSED):
-            raise ModelLoadError(
-                f"{name}: the architecture must have a parameter for it; it has not"
-            )
+            raise self._error(f"{name}: the architecture must have a parameter for it; it has not")
         self._unused.append(name)
+
+
+def _of_one_type(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """The parts in float32 where their types differ: numpy mixes no float16 with bfloat16."""
+    if len({part.dtype for part in parts}) == 1:
+        return parts
+    return [part.astype(np.float32) for part in parts]

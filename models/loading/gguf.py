@@ -13,10 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from models.errors import ModelLoadError
-from models.loading.gguf_config import ConfigReader
+from models.loading.gguf_config import ROPE_FACTORS, ConfigReader
 from models.loading.gguf_header import GgufHeader, TensorInfo, read_header
 from models.loading.gguf_layout import ExpectedTensor, expected_tensors
 from models.loading.gguf_metadata import GgufMetadata
+from models.loading.mapped_memory import release
 
 _FLOATS = {
     "F32": np.dtype(np.float32),
@@ -73,14 +74,14 @@ class GgufFile:
             asks for what is not supported.
         """
         reader = ConfigReader(self.metadata, self._infos)
-        has_factors = "rope_freqs.weight" in self._infos
-        return reader.config_dict(self._values("rope_freqs.weight") if has_factors else None)
+        present = [name for name in ROPE_FACTORS if name in self._infos]
+        return reader.config_dict({name: self._values(name) for name in present})
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Hugging Face name and float32 [out, in] values of each tensor, layer after layer.
 
-        The array of an F32 tensor may be a read-only view of the file. `rope_freqs.weight` keeps
-        its name; its values stand in `config_dict` as well.
+        The array of an F32 tensor may be a read-only view of the file. `ROPE_FACTORS` keep their
+        names; their values stand in `config_dict` as well.
 
         Raises:
           ModelLoadError: at the call, before any value is read: a tensor is missing, unknown,
@@ -94,7 +95,12 @@ class GgufFile:
         unknown = set(self._infos).difference(tensor.gguf_name for tensor in expected)
         if unknown:
             self.metadata.refuse(min(unknown), f"{architecture} has no such tensor")
-        return ((tensor.hf_name, self._load(tensor)) for tensor in expected)
+        return self._load_all(expected)
+
+    @property
+    def num_tensors(self) -> int:
+        """How many `tensors` gives."""
+        return len(self._infos)
 
     def _parts(self, first: GgufHeader) -> list[GgufHeader]:
         count = self.metadata.integer("split.count") or 1
@@ -125,8 +131,15 @@ class GgufFile:
         if info.type_name in NOT_WEIGHTS:
             self.metadata.refuse(name, f"weights of type {info.type_name} cannot be dequantised")
 
+    def _load_all(self, expected: list[ExpectedTensor]) -> Iterator[tuple[str, np.ndarray]]:
+        for tensor in expected:
+            yield tensor.hf_name, self._load(tensor)
+            release(self._part_of[tensor.gguf_name].data)
+
     def _load(self, tensor: ExpectedTensor) -> np.ndarray:
         values = self._values(tensor.gguf_name)
+        if tensor.added:
+            values = values - np.float32(tensor.added)
         if not tensor.permuted_heads:
             return values
         # The converter stores row 2i+j of each head where the checkpoint has row j*H/2+i.

@@ -8,7 +8,13 @@ import numpy as np
 from models.loading.gguf_header import TensorInfo
 from models.loading.gguf_metadata import GgufMetadata
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """`general.architecture` -> the name in config.json."""
 
 _APPLIED_KEYS = frozenset({
@@ -28,9 +34,18 @@ _FIXED_KEYS: dict[str, int | bool] = {
     "use_parallel_residual": False,
 }
 """Accepted with this one value, since any other asks for what is not built."""
-
+_OWN_KEYS: dict[str, frozenset[str]] = {
+    "gemma2": frozenset({
+        "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
+    }),
+    "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
+}  # fmt: skip
+"""Read for one architecture, refused for the others."""
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors whose values belong to the config."""
 
 _MAX_LAYERS = 1024
+_GEMMA2_27B_LAYERS = 46
 
 
 class ConfigReader:
@@ -54,17 +69,21 @@ class ConfigReader:
         self.architecture = architecture
         self._check_settings()
 
-    def config_dict(self, rope_factors: np.ndarray | None) -> dict[str, Any]:
+    def config_dict(self, rope_factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """The config.
 
         Args:
-          rope_factors: the values of rope_freqs.weight, None where the file has none.
+          rope_factors: the values of those of `ROPE_FACTORS` that the file has.
         """
         heads = self._size("attention.head_count")
         hidden = self._size("embedding_length")
         head_dim = self._size("attention.key_length", hidden // heads)
-        for name in ("attention.value_length", "rope.dimension_count"):
-            if self._size(name, head_dim) != head_dim:
+        rotary_dim = self._size("rope.dimension_count", head_dim)
+        whole = {"attention.value_length": self._size("attention.value_length", head_dim)}
+        if self.architecture != "phi3":
+            whole["rope.dimension_count"] = rotary_dim
+        for name, size in whole.items():
+            if size != head_dim:
                 self._metadata.refuse(self._key(name), f"must be the head dim {head_dim}")
         end_ids = self._metadata.end_token_ids
         return {
@@ -80,7 +99,7 @@ class ConfigReader:
             "vocab_size": self._vocab_size(),
             "rms_norm_eps": self._rms_norm_eps(),
             "rope_theta": self._metadata.number(self._key("rope.freq_base")) or 10000.0,
-            "rope_scaling": self._rope_scaling(rope_factors, head_dim),
+            "rope_scaling": self._rope_scaling(rope_factors, rotary_dim),
             "max_position_embeddings": self._size("context_length"),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
@@ -88,14 +107,33 @@ class ConfigReader:
             "eos_token_id": end_ids[0] if len(end_ids) == 1 else list(end_ids) or None,
             "bos_token_id": self._metadata.token_id("bos_token_id"),
             "dtype": self._dtype(),
-        }
+        } | self._own_numbers(hidden // heads, head_dim, rotary_dim)
+
+    def _own_numbers(self, mean_head_dim: int, head_dim: int, rotary_dim: int) -> dict[str, Any]:
+        """What only this architecture has; where a key is absent, transformers' default holds."""
+        window = self._metadata.integer(self._key("attention.sliding_window"))
+        if self.architecture == "phi3":
+            length = self._metadata.integer(self._key("rope.scaling.original_context_length"))
+            numbers = {"original_max_position_embeddings": length, "sliding_window": window or None}
+            return numbers | {"partial_rotary_factor": rotary_dim / head_dim}
+        if self.architecture == "gemma2":
+            is_27b = self._size("block_count") == _GEMMA2_27B_LAYERS  # as llama.cpp tells it
+            caps = ("attn_logit_softcapping", "final_logit_softcapping")
+            numbers = {name: self._metadata.number(self._key(name)) for name in caps}
+            numbers |= {"sliding_window": window, "query_pre_attn_scalar": head_dim}
+            numbers = {name: value for name, value in numbers.items() if value is not None}
+            if is_27b:
+                numbers["query_pre_attn_scalar"] = mean_head_dim
+            activation = "gelu_pytorch_tanh"
+            return numbers | {"hidden_act": activation, "hidden_activation": activation}
+        return {}
 
     def _check_settings(self) -> None:
         """Refuse settings that would change the result and that nobody here reads."""
-        prefix = self._key("")
+        prefix, own_keys = self._key(""), _OWN_KEYS.get(self.architecture, frozenset())
         for key, value in self._metadata.values.items():
             name = key.removeprefix(prefix)
-            if name == key or name in _APPLIED_KEYS or name in _INERT_KEYS:
+            if name == key or name in _APPLIED_KEYS | _INERT_KEYS | own_keys:
                 continue
             if name not in _FIXED_KEYS:
                 self._metadata.refuse(key, "this setting is not supported")
@@ -130,22 +168,48 @@ class ConfigReader:
             self._metadata.refuse(key, "the key is missing")
         return float(str(np.float32(epsilon)))  # 1e-05 as in config.json, not 9.99999974e-06
 
-    def _rope_scaling(self, factors: np.ndarray | None, head_dim: int) -> dict[str, Any] | None:
+    def _rope_scaling(
+        self, tensors: Mapping[str, np.ndarray], rotary_dim: int
+    ) -> dict[str, Any] | None:
         old_factor = self._metadata.number(self._key("rope.scale_linear")) or 1.0
         kind = self._metadata.string(self._key("rope.scaling.type"))
         kind = kind or ("none" if old_factor == 1.0 else "linear")
-        if kind not in ("none", "linear"):
-            rule = "must be none or linear in this release"
+        if kind not in ("none", "linear", "longrope"):
+            rule = "must be none, linear or longrope in this release"
             self._metadata.refuse(self._key("rope.scaling.type"), f"{rule}; got {kind!r}")
         factor = self._metadata.number(self._key("rope.scaling.factor")) or old_factor
-        if factors is None:
+        freqs, short, long = (
+            self._rope_factors(name, tensors.get(name), rotary_dim) for name in ROPE_FACTORS
+        )
+        if kind == "longrope" or short or long:
+            return self._longrope(short, long)
+        if freqs is None:
             return {"rope_type": "linear", "factor": factor} if kind == "linear" else None
         if kind == "linear":
             self._metadata.refuse("rope_freqs.weight", "must not stand beside linear scaling")
-        if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or min(factors) <= 0:
-            rule = f"must be {head_dim // 2} finite values above 0"
-            self._metadata.refuse("rope_freqs.weight", rule)
-        return {"rope_type": "frequency_factors", "frequency_factors": factors.tolist()}
+        return {"rope_type": "frequency_factors", "frequency_factors": freqs}
+
+    def _rope_factors(
+        self, name: str, values: np.ndarray | None, rotary_dim: int
+    ) -> list[float] | None:
+        """The values of a tensor of factors, checked; None where the file has none."""
+        if values is None:
+            return None
+        count = rotary_dim // 2
+        if values.shape != (count,) or not np.isfinite(values).all() or min(values) <= 0:
+            self._metadata.refuse(name, f"must be {count} finite values above 0")
+        return values.tolist()
+
+    def _longrope(self, short: list[float] | None, long: list[float] | None) -> dict[str, Any]:
+        if self.architecture != "phi3":
+            rule = "longrope is supported for phi3 alone in this release"
+            self._metadata.refuse(self._key("rope.scaling.type"), rule)
+        if short is None or long is None:
+            missing = ROPE_FACTORS[1 if short is None else 2]
+            self._metadata.refuse(missing, "the tensor is missing")
+        scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        attention_factor = self._metadata.number(self._key("rope.scaling.attn_factor"))
+        return scaling | {"attention_factor": attention_factor}
 
     def _dtype(self) -> str:
         """What to compute in: the file's own type, bfloat16 for quantised and mixed ones."""

@@ -5,6 +5,7 @@ linear in the bytes of the file, and no count is trusted before it was compared 
 """
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,13 +81,16 @@ def read_header(path: Path) -> GgufHeader:
         longer than its tensors, a key or tensor twice, a count or length beyond the file or the
         limits above, an unknown type, rows that are no whole blocks, tensors out of place.
     """
-    if not path.is_file():
-        raise ModelLoadError(f"{path}: file: must be a regular file that exists")
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        if size < 24:
-            raise ModelLoadError(f"{path}: header: must have at least 24 bytes; got {size}")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        if not path.is_file():
+            raise ModelLoadError(f"{path}: file: must be a regular file that exists")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24:
+                raise ModelLoadError(f"{path}: header: must have at least 24 bytes; got {size}")
+            data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelLoadError(f"{path}: file: must be readable; {error.strerror}") from error
     return _Parser(data, str(path)).parse()
 
 
@@ -187,7 +191,7 @@ class _Parser:
         self, raw: list[tuple[str, tuple[int, ...], int, int]], alignment: int
     ) -> dict[str, TensorInfo]:
         """Check sizes and offsets: as in ggml, tensors follow each other without gaps."""
-        data_start = -(-self._position // alignment) * alignment
+        data_start = self._skip_padding(alignment)
         tensors: dict[str, TensorInfo] = {}
         end = expected = 0
         for name, shape, type_id, offset in raw:
@@ -201,9 +205,17 @@ class _Parser:
             if end > self._size:
                 self._refuse(name, f"must end within the {self._size} bytes of the file; got {end}")
             tensors[name] = info
-        if tensors and self._size not in range(end, data_start + expected + 1):
+        end = end or self._position
+        if self._size not in range(end, data_start + expected + 1):
             self._refuse("file", f"must end with its last tensor at {end}; got {self._size} bytes")
         return tensors
+
+    def _skip_padding(self, alignment: int) -> int:
+        """Where the tensors begin; a value that was read too short would leave bytes before it."""
+        data_start = -(-self._position // alignment) * alignment
+        if any(self._data[self._position : data_start]):
+            self._refuse("padding", f"must be zeros from byte {self._position} to {data_start}")
+        return data_start
 
     def _make_info(self, name: str, shape: tuple[int, ...], type_id: int, start: int) -> TensorInfo:
         if type_id not in GGML_TYPES:

@@ -17,6 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from models.errors import ModelLoadError
+from models.loading.foreign_weights import describe_start, refuse_foreign_weights
+from models.loading.mapped_memory import release
+from models.loading.model_paths import check_inside
 from models.loading.strict_json import parse_json_object, read_json_object
 
 MAX_HEADER_BYTES = 100_000_000
@@ -75,9 +78,9 @@ class SafetensorsFile:
           ModelLoadError: the file is missing, cut short, or breaks any rule of the format.
         """
         self.path = Path(path)
-        if not self.path.is_file():
-            raise ModelLoadError(f"{path} must be a file; it is missing or something else")
         try:
+            if not self.path.is_file():
+                raise ModelLoadError(f"{path} must be a file; it is missing or something else")
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < 8:
@@ -95,6 +98,10 @@ class SafetensorsFile:
             return np.empty(entry.shape, entry.dtype)
         flat = np.frombuffer(self._bytes, entry.dtype, count, entry.begin)
         return flat.reshape(entry.shape)
+
+    def release(self) -> None:
+        """Let the system take back what was read of the file; it can be read again."""
+        release(self._bytes)
 
 
 class SafetensorsFolder:
@@ -130,7 +137,7 @@ class SafetensorsFolder:
     def config_dict(self) -> dict[str, Any]:
         """The content of config.json; ModelLoadError where it is missing or broken."""
         path = self.folder / "config.json"
-        _check_inside(path, self.folder)
+        check_inside(path, self.folder)
         return read_json_object(path)
 
     def names(self) -> tuple[str, ...]:
@@ -148,23 +155,38 @@ class SafetensorsFolder:
         return self._file_of[name].array(name)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All tensors as read-only views, file by file in the order of their data."""
-        for name, file in self._file_of.items():
-            yield name, file.array(name)
+        """All tensors as read-only views, file by file in the order of their data.
+
+        Memory holds one tensor's part of the file: what was read before is given back.
+        """
+        for file in self._files:
+            for name in file.entries:
+                yield name, file.array(name)
+                file.release()
+
+    @property
+    def num_tensors(self) -> int:
+        """How many `tensors` gives."""
+        return len(self._file_of)
 
 
 def _open_folder(folder: Path) -> list[SafetensorsFile]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
-        _check_inside(single, folder)
+        check_inside(single, folder)
         return [SafetensorsFile(single)]
     if index.exists():
-        _check_inside(index, folder)
+        check_inside(index, folder)
         return _open_shards(folder, index)
-    pickles = [name for end in ("bin", "pt", "pth", "ckpt") for name in folder.glob(f"*.{end}")]
+    parts = sorted(folder.glob("model-?????-of-?????.safetensors"))
+    if parts:
+        raise ModelLoadError(
+            f"{folder} must hold model.safetensors.index.json beside {parts[0].name}; it does not; "
+            f"fetch the whole repository"
+        )
+    refuse_foreign_weights(folder)
     raise ModelLoadError(
-        f"{folder} must hold model.safetensors or model.safetensors.index.json; "
-        + (f"got {pickles[0].name}, a pickle: convert it to safetensors" if pickles else "got none")
+        f"{folder} must hold model.safetensors or model.safetensors.index.json; got none"
     )
 
 
@@ -182,7 +204,7 @@ def _open_shards(folder: Path, index: Path) -> list[SafetensorsFile]:
     if len({shard.lower() for shard in shards}) != len(shards):
         raise ModelLoadError(f"{index} must not name shards that differ only in case")
     for shard in shards:
-        _check_inside(folder / shard, folder)
+        check_inside(folder / shard, folder)
     files = {shard: SafetensorsFile(folder / shard) for shard in shards}
     for name, shard in weight_map.items():
         if name not in files[shard].entries:
@@ -194,16 +216,6 @@ def _is_plain_name(name: str) -> bool:
     return name.endswith(".safetensors") and not any(part in name for part in ("/", "\\", "\0"))
 
 
-def _check_inside(path: Path, folder: Path) -> None:
-    """Refuse a link that leaves the model; a Hub cache's links to its own blobs are fine."""
-    root = Path(os.path.realpath(folder))
-    if root.parent.name == "snapshots":
-        root = root.parent.parent
-    target = Path(os.path.realpath(path))
-    if not target.is_relative_to(root):
-        raise ModelLoadError(f"{path} must not link to a file outside {root}; got {target}")
-
-
 def _read_entries(data: mmap.mmap, source: str) -> dict[str, TensorEntry]:
     """Check the header, and that the tensors fill the rest of the file exactly."""
     header_bytes = int.from_bytes(data[:8], "little")
@@ -211,7 +223,7 @@ def _read_entries(data: mmap.mmap, source: str) -> dict[str, TensorEntry]:
     if not 0 < header_bytes <= limit or data[8:9] != b"{":
         raise ModelLoadError(
             f"{source} must start with the length (at most {limit}) of a JSON header; "
-            f"got {header_bytes}, then {data[8:9]!r}{_foreign_format(data)}"
+            f"got {header_bytes}, then {data[8:9]!r}{describe_start(data[:8])}"
         )
     data_begin = 8 + header_bytes
     header = parse_json_object(data[8:data_begin], f"the header of {source}")
@@ -259,17 +271,3 @@ def _read_entry(name: str, value: object, data_begin: int, source: str) -> Tenso
 def _is_sizes(value: object) -> bool:
     """Whether it is a list of ints in 0..2^63-1; True is no int here."""
     return isinstance(value, list) and all(type(x) is int and 0 <= x <= MAX_INT for x in value)
-
-
-def _foreign_format(data: mmap.mmap) -> str:
-    """What the file is instead, where its first bytes tell."""
-    start = bytes(data[:4])
-    if start == b"PK\x03\x04":
-        return "; this is a zip file (a torch checkpoint?): convert it to safetensors"
-    if start[0] == 0x80 and start[1] <= 5:
-        return "; this looks like a pickle, which is never loaded: convert it to safetensors"
-    if start == b"GGUF":
-        return "; this is a GGUF file: name it .gguf"
-    if bytes(data[:7]) == b"version":
-        return "; this is a Git LFS pointer: fetch the file itself"
-    return ""

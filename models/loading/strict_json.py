@@ -18,12 +18,20 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
       ModelLoadError: the file is missing, not a regular file, longer than `max_bytes`, or
         `parse_json_object` refuses its content.
     """
-    if not path.is_file():
-        raise ModelLoadError(f"{path} must be a file; it is missing or something else")
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise ModelLoadError(f"{path} must have at most {max_bytes} bytes; got {size}")
-    return parse_json_object(path.read_bytes(), str(path))
+    return parse_json_object(read_file(path, max_bytes), str(path))
+
+
+def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """The bytes of a regular file of at most `max_bytes`; ModelLoadError for any other."""
+    try:
+        if not path.is_file():
+            raise ModelLoadError(f"{path} must be a file; it is missing or something else")
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ModelLoadError(f"{path} must have at most {max_bytes} bytes; got {size}")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelLoadError(f"{path} must be readable; {error.strerror}") from error
 
 
 def parse_json_object(text: bytes, source: str) -> dict[str, Any]:

@@ -1,17 +1,15 @@
-"""Command-line arguments of EngineConfig and SamplingParams, made from their fields."""
+"""Command-line arguments of dataclasses and of SamplingParams, made from their fields."""
 
 import argparse
 import dataclasses
-import json
-import re
-import sys
-import types
 import typing
 from collections.abc import Collection
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineConfigError
 from jaxserve.sampling_params import SamplingParams
+from server.cli.values import option_of
 
 SAMPLING_FLAGS = {
     "max_tokens": "tokens to generate",
@@ -20,42 +18,78 @@ SAMPLING_FLAGS = {
     "top_k": "keep this many tokens; 0 keeps all",
     "min_p": "drop tokens less likely than this share of the most likely one",
 }
-_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_FACTORS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SHORT = {"tensor_parallel_size": "-tp"}
+"""vLLM's short forms of fields of the configs; a field's metadata may name another one."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes underscores in flags for dashes, and tells errors in one line.
+def option(default: Any, text: str, group: str, *, short: str | None = None, **reading: Any) -> Any:
+    """A field of a command's own dataclass.
 
-    Words behind a lone "--" are left as they are.
+    Args:
+      default: of the field.
+      text: what the help says.
+      group: of the help.
+      short: a second name of the flag, as "-q".
+      reading: what argparse needs beyond the field's type, as `metavar`.
     """
+    metadata = {"help": text, "group": group, "short": short, "reading": reading}
+    return dataclasses.field(default=default, metadata=metadata)
 
-    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """See argparse."""
-        words = sys.argv[1:] if args is None else list(args)
-        end = words.index("--") if "--" in words else len(words)
-        words[:end] = map(_dashed, words[:end])
-        return super().parse_known_args(words, namespace)
 
-    def error(self, message: str) -> NoReturn:
-        """End the process with status 2."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+def add_config_arguments(
+    parser: argparse.ArgumentParser, config: type, without: Collection[str] = frozenset()
+) -> None:
+    """Add a flag for each field of a dataclass, except some.
+
+    Args:
+      parser: what they are added to; groups of one name are one group.
+      config: its fields have the metadata "help" and "group".
+      without: names of fields.
+    """
+    groups = {group.title: group for group in parser._action_groups}
+    types_of = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name in without:
+            continue
+        title = field.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        text = field.metadata["help"] + _shown_default(field.default if field.repr else None)
+        short = field.metadata.get("short") or _SHORT.get(field.name)
+        names = [*([short] if short else []), _flag(field.name)]
+        options = option_of(types_of[field.name]) | field.metadata.get("reading", {})
+        groups[title].add_argument(*names, default=field.default, help=text, **options)
+
+
+def read_config[T](arguments: argparse.Namespace, config: type[T]) -> T:
+    """The dataclass of parsed arguments; fields without a flag keep their defaults.
+
+    Raises:
+      EngineConfigError: a value breaks its rule.
+    """
+    names = [field.name for field in dataclasses.fields(config)]  # pyright: ignore[reportArgumentType]
+    return config(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})
+
+
+def refuse_given(
+    arguments: argparse.Namespace, config: type, rule: str, without: Collection[str] = frozenset()
+) -> None:
+    """Refuse flags of a dataclass that are not at their defaults, since nothing would read them.
+
+    Raises:
+      EngineConfigError: "`flag` `rule`".
+    """
+    for field in dataclasses.fields(config):
+        is_given = getattr(arguments, field.name, field.default) != field.default
+        if is_given and field.name not in without:
+            raise EngineConfigError(f"{_flag(field.name)} {rule}")
 
 
 def add_engine_arguments(
     parser: argparse.ArgumentParser, without: Collection[str] = frozenset()
 ) -> None:
     """Add a flag for each field of EngineConfig, except some."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    types_of = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        if field.name in without:
-            continue
-        name = field.metadata["group"]
-        group = groups.setdefault(name, parser.add_argument_group(name))
-        options = _options(types_of[field.name])
-        text = field.metadata["help"] + _shown_default(field.default)
-        group.add_argument(_flag(field.name), default=field.default, help=text, **options)
+    add_config_arguments(parser, EngineConfig, without)
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -64,9 +98,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     Raises:
       EngineConfigError: a value breaks its rule.
     """
-    names = [field.name for field in dataclasses.fields(EngineConfig)]
-    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    return EngineConfig(**given)
+    return read_config(arguments, EngineConfig)
 
 
 def interactive_engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -89,7 +121,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> 
     for name, text in SAMPLING_FLAGS.items():
         default = defaults.get(name)
         shown = " (default: the model's)" if default is None else _shown_default(default)
-        options = _options(types_of[name])
+        options = option_of(types_of[name])
         group.add_argument(_flag(name), default=default, help=text + shown, **options)
     group.add_argument(
         "--stop",
@@ -98,6 +130,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> 
         metavar="TEXT",
         help="text that ends the answer; can be given several times",
     )
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that the command line sets."""
+    given = {name: getattr(arguments, name) for name in SAMPLING_FLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    return given | ({"stop": list(arguments.stop)} if arguments.stop else {})
 
 
 def sampling_params(
@@ -113,20 +152,10 @@ def sampling_params(
       InvalidRequestError: a value breaks its rule.
     """
     params = SamplingParams() if defaults is None else defaults.clone()
-    for name in SAMPLING_FLAGS:
-        value = getattr(arguments, name)
-        if value is not None:
-            setattr(params, name, value)
-    params.stop = list(arguments.stop)
+    for name, value in given_sampling(arguments).items():
+        setattr(params, name, value)
     params.verify()
     return params
-
-
-def _dashed(word: str) -> str:
-    if not word.startswith("--"):
-        return word
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value
 
 
 def _flag(name: str) -> str:
@@ -134,50 +163,7 @@ def _flag(name: str) -> str:
 
 
 def _shown_default(default: Any) -> str:
-    if default is None or default is False:
+    if default is None or default is False or default == "" or default == ():
         return ""
-    return f" (default: {default})".replace("%", "%%")
-
-
-def _options(annotation: Any) -> dict[str, Any]:
-    """How argparse reads a field: its type without None."""
-    if isinstance(annotation, types.UnionType):
-        annotation = next(a for a in typing.get_args(annotation) if a is not types.NoneType)
-    origin = typing.get_origin(annotation)
-    if annotation is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if origin is tuple:
-        return {"type": read_sizes, "metavar": "N,N,..."}
-    if origin is dict:
-        return {"type": read_json, "metavar": "JSON"}
-    if annotation is int:
-        return {"type": read_integer, "metavar": "N"}
-    return {"type": annotation, "metavar": "X" if annotation is float else "TEXT"}
-
-
-def read_integer(text: str) -> int:
-    """An integer, or vLLM's short forms of one: 8k is 8000, 8K is 8192, 1.5M is 1572864."""
-    match = re.fullmatch(r"(-?\d+)|(\d+(?:\.\d+)?)([kmgtKMGT])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be an integer, or one like 8k or 8K; got {text!r}")
-    if match[1] is not None:
-        return int(match[1])
-    return int(float(match[2]) * _FACTORS[match[3]])
-
-
-def read_sizes(text: str) -> tuple[int, ...]:
-    """Positive integers with commas between them."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"must be positive integers with commas between them, as 8,64; got {text!r}"
-        )
-    return tuple(map(int, parts))
-
-
-def read_json(text: str) -> Any:
-    """A JSON value; EngineConfig checks its kind."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"must be JSON; got {text!r} ({error})") from error
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    return f" (default: {shown})".replace("%", "%%")

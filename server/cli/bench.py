@@ -4,29 +4,45 @@ import argparse
 import contextlib
 import json
 import sys
+from dataclasses import dataclass
 
 from jaxserve.errors import EngineConfigError, InvalidRequestError
 from jaxserve.llm import LLM
 from server.bench.measure import measure
 from server.bench.workloads import LATENCY, THROUGHPUT, WORKLOADS
-from server.cli.arguments import add_engine_arguments, engine_config, read_integer, read_sizes
+from server.cli.arguments import (
+    add_config_arguments,
+    add_engine_arguments,
+    engine_config,
+    option,
+)
+from server.cli.unsupported import add_unsupported_flags
+from server.cli.values import read_sizes
 
 KINDS = {"latency": LATENCY, "throughput": THROUGHPUT, "all": LATENCY + THROUGHPUT}
-HELP = "time fixed workloads in this process"
+NOT_YET = ("serve", "startup", "sweep", "mm-processor", "forward")
 USAGE = "[OPTION ...] {" + ",".join(KINDS) + "}"
+COMMON = ("kind", "model", "tests", "runs", "text", "output_json", "load_format", "max_model_len")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Flags of this command."""
+
+    tests: str | None = option(
+        None, f"only these of {', '.join(WORKLOADS)}", "bench", metavar="NAME,NAME,..."
+    )
+    runs: int = option(3, "timed calls of each test", "bench")
+    text: bool = option(False, "text in and out, not token ids", "bench")
+    output_json: str | None = option(
+        None, "append the lines to this file, too", "bench", metavar="FILE"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's arguments."""
-    parser.add_argument("kind", choices=tuple(KINDS), help="which workloads")
-    parser.add_argument(
-        "--tests", metavar="NAME,NAME,...", help=f"only these of {', '.join(WORKLOADS)}"
-    )
-    parser.add_argument(
-        "--runs", type=read_integer, default=3, metavar="N", help="timed calls of each (default: 3)"
-    )
-    parser.add_argument("--text", action="store_true", help="text in and out, not token ids")
-    parser.add_argument("--output-json", metavar="FILE", help="append the lines to this file, too")
+    """Add the command's arguments."""
+    parser.add_argument("kind", type=read_kind, metavar="KIND", help=f"one of {', '.join(KINDS)}")
+    add_config_arguments(parser, BenchOptions)
     parser.add_argument(
         "--buckets",
         type=read_buckets,
@@ -34,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile only these sizes, for example 8,64/128,8192",
     )
     add_engine_arguments(parser)
+    add_unsupported_flags(parser, of_server=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,6 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
             for file in files:
                 print(json.dumps(result), file=file, flush=True)
     return 0
+
+
+def read_kind(text: str) -> str:
+    """Which workloads; vLLM's further kinds are refused by name."""
+    if text in NOT_YET:
+        raise argparse.ArgumentTypeError(f"bench {text} is not supported in this release")
+    if text not in KINDS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(KINDS)}; got {text!r}")
+    return text
 
 
 def read_buckets(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -3,25 +3,37 @@
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 
 from jaxserve.llm import LLM
 from server.cli.arguments import (
+    add_config_arguments,
     add_engine_arguments,
     add_sampling_arguments,
     interactive_engine_config,
+    option,
     sampling_params,
 )
+from server.cli.unsupported import add_unsupported_flags
 
-HELP = "continue prompts with a model in this process"
 USAGE = "[OPTION ...] PROMPT [PROMPT ...]"
+COMMON = ("prompts", "model", "max_tokens", "temperature", "top_p", "stop", "quiet", "dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Flags of this command."""
+
+    quiet: bool = option(False, "print the texts only, not the speed", "generate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="texts to continue")
-    parser.add_argument("--quiet", action="store_true", help="print the texts only")
+    add_config_arguments(parser, GenerateOptions)
     add_sampling_arguments(parser, max_tokens=64, temperature=0.0)
     add_engine_arguments(parser, without={"skip_tokenizer_init", "chat_template"})
+    add_unsupported_flags(parser, of_server=False)
 
 
 def run(arguments: argparse.Namespace) -> int:

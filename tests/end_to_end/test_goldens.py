@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import attention_kernels
+from models.attention_kernels import attention_kernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.kv_cache import allocate_cache, cache_geometries
@@ -36,17 +36,18 @@ def load_model(folder: Path, stack: Stack):
     store = WeightStore(layout, sharder)
     CheckpointLoader(config, store).load(source.tensors())
     geometries = cache_geometries(config, page_size=PAGE_SIZE, dtype="float32")
-    return layout, store.leaves(), allocate_cache(geometries, (NUM_PAGES,), sharder)
+    num_pages = (NUM_PAGES,) * len(geometries)
+    return layout, store.leaves(), allocate_cache(geometries, num_pages, sharder)
 
 
-def prompt_batch(prompt: tuple[int, ...]) -> ForwardBatch:
+def prompt_batch(prompt: tuple[int, ...], num_groups: int) -> ForwardBatch:
     T = len(prompt)
     table = jnp.arange(1, NUM_PAGES, dtype=jnp.int32)[None]
     return ForwardBatch(
         token_ids=jnp.asarray(prompt, jnp.int32),
         positions=jnp.arange(T, dtype=jnp.int32)[None],
-        slot_mapping=(PAGE_SIZE + jnp.arange(T, dtype=jnp.int32),),
-        page_tables=(table,),
+        slot_mapping=(PAGE_SIZE + jnp.arange(T, dtype=jnp.int32),) * num_groups,
+        page_tables=(table,) * num_groups,
         seq_lens=jnp.array([T], jnp.int32),
         query_start_loc=jnp.array([0, T], jnp.int32),
         num_decode_rows=jnp.array([0], jnp.int32),
@@ -61,8 +62,10 @@ def test_logits_of_all_positions_equal_those_of_transformers(name: str) -> None:
         golden.folder, "all" if name.startswith("llama") else "vectors"
     )
     for case in golden.logits:
-        hidden, _ = layout.merge(leaves)(prompt_batch(case.prompt), cache)
-        logits = np.asarray(compute_logits(leaves[layout.head_index], hidden))
+        batch = prompt_batch(case.prompt, len(cache.groups))
+        hidden, _ = layout.merge(leaves)(batch, cache)
+        head = leaves[layout.head_index]
+        logits = np.asarray(compute_logits(head, hidden, layout.logit_soft_cap))
         worst = np.abs(logits - case.logits).max()
         assert worst <= 1e-4 * np.abs(case.logits).max()
 
@@ -85,6 +88,10 @@ VARIANTS = {
     "three steps in flight": ("llama_gqa", {"max_steps_in_flight": 3}),
     "stacked weights": ("qwen3_tied", {"stacked_weights": "all"}),
     "stacked vectors": ("llama_mha_head_dim_80", {"stacked_weights": "vectors"}),
+    "chunks of one token with windows": ("gemma2", {"long_prefill_token_threshold": 1}),
+    "chunks of seven tokens with windows": ("gemma2", {"long_prefill_token_threshold": 7}),
+    "pages of 32 tokens with windows": ("mistral_window", {"block_size": 32}),
+    "stacked weights with windows": ("gemma2", {"stacked_weights": "all"}),
     "more buckets": ("llama_gqa", {"row_buckets": (1, 4, 8), "token_buckets": (16, 32, 64)}),
 }
 
@@ -98,7 +105,7 @@ def test_greedy_tokens_do_not_depend_on(variant: str) -> None:
     assert together == [case.tokens for case in golden.mixed]
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "qwen3_tied"])
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3_tied", "qwen2_windows"])
 def test_greedy_tokens_survive_preemption(name: str) -> None:
     golden = load_golden(name)
     engine = make_engine(golden.folder, num_gpu_blocks_override=24).engine

@@ -22,15 +22,25 @@ ids are ignored: every greedy row has 64 tokens.
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     set_seed,
@@ -52,6 +62,14 @@ SHARED = dict(
     rms_norm_eps=1e-5,
     attn_implementation="eager",
 )
+SMALL = SHARED | dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=None,
+)
 LLAMA3_ROPE = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -68,7 +86,7 @@ class Recipe:
 
     name: str
     model_class: type[PreTrainedModel]
-    config: LlamaConfig | Qwen3Config
+    config: PreTrainedConfig
     seed: int
     is_sharded: bool = False
     has_old_config: bool = False
@@ -77,7 +95,7 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """All checkpoints: four Llamas and two Qwen3s."""
+    """All checkpoints: four Llamas, two Qwen3s, and the other families."""
     gqa = dict(num_attention_heads=4, num_key_value_heads=2)
     return [
         Recipe(
@@ -131,16 +149,79 @@ def recipes() -> list[Recipe]:
             is_sharded=True,
             has_old_config=True,
         ),
+        *small_recipes(),
+    ]
+
+
+def small_recipes() -> list[Recipe]:
+    """Families that differ from Llama by windows, fused weights, norms or caps."""
+    num_frequencies = 3  # of the 6 dimensions in 8 that Phi3's recipe rotates
+    longrope = dict(
+        rope_type="longrope",
+        rope_theta=10000.0,
+        short_factor=[1.1, 1.7, 3.0],
+        long_factor=[9.0] * num_frequencies,
+        attention_factor=1.2,
+        partial_rotary_factor=0.75,
+    )
+    return [
+        Recipe(
+            "qwen2_windows",
+            Qwen2ForCausalLM,
+            Qwen2Config(
+                **SMALL,
+                use_sliding_window=True,
+                sliding_window=24,
+                max_window_layers=1,
+                tie_word_embeddings=True,
+            ),
+            seed=7,
+        ),
+        Recipe(
+            "mistral_window",
+            MistralForCausalLM,
+            MistralConfig(**SMALL, head_dim=16, sliding_window=16, tie_word_embeddings=False),
+            seed=8,
+            has_old_config=True,
+        ),
+        Recipe(
+            "phi3_longrope",
+            Phi3ForCausalLM,
+            Phi3Config(
+                **SMALL,
+                sliding_window=33,
+                tie_word_embeddings=False,
+                original_max_position_embeddings=512,  # no sequence is longer
+                rope_parameters=longrope,
+            ),
+            seed=9,
+        ),
+        Recipe(
+            "gemma2",
+            Gemma2ForCausalLM,
+            Gemma2Config(
+                **SMALL,
+                head_dim=16,
+                sliding_window=16,
+                query_pre_attn_scalar=24,
+                attn_logit_softcapping=5.0,
+                final_logit_softcapping=10.0,
+            ),
+            seed=10,
+        ),
     ]
 
 
 def make_model(recipe: Recipe) -> PreTrainedModel:
-    """A float32 model with random weights; its norms too, so that one left out is noticed."""
+    """A float32 model with random weights; norms and biases too: one left out is noticed."""
     set_seed(recipe.seed)
     model = recipe.model_class(recipe.config).eval()
+    mean = 0 if recipe.name.startswith("gemma") else 1
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+            parameter.data = mean + 0.3 * torch.randn_like(parameter)
+        if name.endswith(".bias"):
+            parameter.data = 0.3 * torch.randn_like(parameter)
     return model
 
 
@@ -205,9 +286,14 @@ def write_old_config(folder: Path) -> None:
 
 
 def main() -> None:
-    """Write all folders beside this file, and check that transformers reads them back alike."""
+    """Write the folders beside this file, and check that transformers reads them back alike.
+
+    Names given as arguments choose among them.
+    """
     torch.set_num_threads(1)
     for recipe in recipes():
+        if sys.argv[1:] and recipe.name not in sys.argv[1:]:
+            continue
         folder = Path(__file__).parent / recipe.name
         shutil.rmtree(folder, ignore_errors=True)
         model = make_model(recipe)

@@ -1,5 +1,8 @@
 """Small schedulers and sequences, what they should give, and steps committed by hand."""
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 
 from jaxserve.request import FinishReason, Request, Sequence
@@ -40,7 +43,12 @@ def make_sequence(
 
 
 def make_scheduler(
-    num_pages: int = 101, page_size: int = 4, *, pools: tuple[PagePool, ...] = (), **limits
+    num_pages: int = 101,
+    page_size: int = 4,
+    *,
+    pools: tuple[PagePool, ...] = (),
+    clock: Callable[[], float] = time.monotonic,
+    **limits,
 ) -> Scheduler:
     """A small scheduler with one group, or with the groups of `pools`."""
     config = {
@@ -51,7 +59,7 @@ def make_scheduler(
         "row_buckets": (4, 8, 16, 32, 64),
         **limits,
     }
-    return Scheduler(SchedulerConfig(**config), pools or (PagePool(num_pages, page_size),))
+    return Scheduler(SchedulerConfig(**config), pools or (PagePool(num_pages, page_size),), clock)
 
 
 def expected_output(sequence: Sequence, max_model_len: int = 256) -> tuple[list[int], FinishReason]:

@@ -1,7 +1,8 @@
 """A device whose tokens are a pure function of (seed, position), and the engine's loop around it.
 
-The device keeps its own slots and page contents. Before it samples it reads the whole context
-back through its page tables, so a page that is lost, foreign or overwritten fails the test.
+The device keeps its own slots and page contents. Each row reads back through its page tables all
+that it sees, the whole context or a window of it, so a page that is lost, foreign or overwritten
+fails the test. What a step hands out is cleared at its start, since the rows of a step run at once.
 """
 
 from collections import deque
@@ -30,12 +31,14 @@ class SimulatedDevice:
 
     Attributes:
       page_sizes: of the groups.
+      windows: of the groups; the tokens that a query sees, or None for all.
       is_eager: whether a decode row emits all the tokens it may, or a number that varies.
       poisoned: seeds of sequences whose logits are NaN.
       num_frozen_rows: rows that were scheduled after their sequence had ended here.
     """
 
     page_sizes: tuple[int, ...]
+    windows: tuple[int | None, ...] = (None,)
     is_eager: bool = True
     poisoned: set[int] = field(default_factory=set)
     num_frozen_rows: int = 0
@@ -47,6 +50,7 @@ class SimulatedDevice:
         assert decodes == sorted(decodes, reverse=True) and sum(decodes) == output.num_decode_rows
         assert output.num_tokens == sum(row.num_scheduled_tokens for row in output.rows) > 0
         assert len({row.sequence for row in output.rows}) == len(output.rows)
+        self._clear(output)
         new_tokens = [self._run_row(row) for row in output.rows]
         tokens = np.full((len(new_tokens) + 1, max(1, *map(len, new_tokens), 1)), -1, np.int32)
         for index, row_tokens in enumerate(new_tokens):
@@ -56,6 +60,13 @@ class SimulatedDevice:
             num_new=np.array([*map(len, new_tokens), 0], np.int32),
             is_finite=np.array([row.sequence.seed not in self.poisoned for row in output.rows]),
         )
+
+    def _clear(self, output: SchedulerOutput) -> None:
+        for row in output.rows:
+            for group, pages in enumerate(row.new_pages):
+                for _, page in pages:
+                    for offset in range(self.page_sizes[group]):
+                        self._memory.pop((group, page, offset), None)
 
     def _run_row(self, row: ScheduledRow) -> list[int]:
         assert row.sequence.state_slot is not None
@@ -74,6 +85,7 @@ class SimulatedDevice:
         for token in row.sequence.token_ids[row.start :][: row.num_scheduled_tokens]:
             self._write(slot, token)
         assert slot.length == row.start + row.num_scheduled_tokens
+        self._read(slot, row.start)
         return [self._sample(slot)] if row.can_sample else []
 
     def _run_decode(self, slot: _Slot, row: ScheduledRow) -> list[int]:
@@ -98,13 +110,19 @@ class SimulatedDevice:
             self._memory[key] = (slot.sequence.seed, token)
         slot.length += 1
 
-    def _sample(self, slot: _Slot) -> int:
-        sequence, seed = slot.sequence, slot.sequence.seed
+    def _read(self, slot: _Slot, first_query: int) -> None:
+        """Read what the queries of a row see, from the first one on."""
+        seed = slot.sequence.seed
         for group, page_size in enumerate(self.page_sizes):
-            table = slot.page_tables[group]
-            for position in range(slot.length):
+            table, window = slot.page_tables[group], self.windows[group]
+            first_key = 0 if window is None else max(0, first_query - window + 1)
+            for position in range(first_key, slot.length):
                 key = (group, table[position // page_size], position % page_size)
                 assert self._memory[key] == (seed, token_at(seed, position))
+
+    def _sample(self, slot: _Slot) -> int:
+        sequence, seed = slot.sequence, slot.sequence.seed
+        self._read(slot, slot.length - 1)
         assert slot.length < sequence.max_num_tokens
         token = slot.last_token = token_at(seed, slot.length)
         num_outputs = slot.length + 1 - sequence.num_prompt_tokens
@@ -119,7 +137,11 @@ class SimulatedEngine:
     def __init__(self, scheduler: Scheduler, **device):
         self.scheduler = scheduler
         self.page_pools = scheduler._roster.page_pools
-        self.device = SimulatedDevice(tuple(pool.page_size for pool in self.page_pools), **device)
+        self.device = SimulatedDevice(
+            tuple(pool.page_size for pool in self.page_pools),
+            tuple(pool.sliding_window for pool in self.page_pools),
+            **device,
+        )
         self.in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self.num_steps = 0
         self.updates: list[SequenceUpdate] = []

@@ -1,6 +1,7 @@
 """Tests of jaxserve/config.py."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,16 @@ def test_sizes_are_sorted_and_kept_once():
 BAD: list[tuple[str, Any, str]] = [
     ("model", 3, "must be text"),
     ("tokenizer", object(), "must be text .*not supported in this release"),
+    ("revision", 1, "must be text"),
+    ("tokenizer_revision", 1, "must be text"),
+    ("download_dir", 1, "must be text"),
+    ("hf_token", True, "must be text .*; got a bool$"),
+    ("use_modelscope", "true", "must be True or False"),
+    ("trust_remote_code", 1, "must be True or False"),
+    ("served_model_name", "", "must be a name or a list of names"),
+    ("served_model_name", [], "must be a name or a list of names"),
+    ("served_model_name", ["a", 1], "must be a name or a list of names"),
+    ("override_generation_config", [1], "must be a dict"),
     ("skip_tokenizer_init", 1, "must be True or False; got 1"),
     ("load_format", "pt", "must be one of auto, gguf"),
     ("dtype", "int8", "must be one of auto, float32"),
@@ -70,6 +81,25 @@ def test_a_bad_value_is_refused_with_name_rule_and_value(name: str, value: Any, 
 def test_each_field_that_has_a_rule_is_among_the_bad_ones():
     free = {"chat_template", "compilation_cache_dir"}
     assert {field.name for field in dataclasses.fields(EngineConfig)} - free == {b[0] for b in BAD}
+
+
+def test_names_in_the_api_are_kept_in_order_and_once():
+    assert EngineConfig(served_model_name="a").served_model_name == ("a",)  # pyright: ignore[reportArgumentType]
+    several = EngineConfig(served_model_name=["b", "a", "b"])  # pyright: ignore[reportArgumentType]
+    assert several.served_model_name == ("b", "a")
+
+
+def test_a_token_is_never_shown():
+    config = EngineConfig(hf_token="hf_secret")
+    assert config.hf_token == "hf_secret" and "hf_secret" not in f"{config} {config!r}"
+    with pytest.raises(EngineConfigError) as caught:
+        EngineConfig(hf_token=b"hf_secret")  # pyright: ignore[reportArgumentType]
+    assert "hf_secret" not in str(caught.value)
+
+
+def test_paths_are_taken_for_texts():
+    config = EngineConfig.from_keywords(model=Path("m"), download_dir=Path("/d"))
+    assert (config.model, config.download_dir) == ("m", "/d")
 
 
 def test_arguments_of_later_releases_are_taken_only_where_they_ask_nothing():

@@ -21,6 +21,7 @@ LEAVES = {
     "EngineConfigError",
     "ModelLoadError",
     "EngineDeadError",
+    "EngineNotReadyError",
 }
 
 

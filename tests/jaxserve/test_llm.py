@@ -416,7 +416,7 @@ def refuse(error: type[Exception], message: str, **settings: Any) -> None:
 def test_mistakes_are_told_before_anything_is_compiled(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("jaxserve.engine_builder.build_engine", None)
     refuse(ModelLoadError, "tokenizer.json: .* missing; name one as tokenizer, or set skip_tok")
-    refuse(ModelLoadError, "model must be a folder or a .gguf file", model="/no/such/model")
+    refuse(ModelLoadError, "model must be a path that exists or a hub", model="/no/such")
     refuse(ModelLoadError, "must hold model.safetensors", model=str(tmp_path))
     refuse(EngineConfigError, "tokenizer must be text .*not supported", tokenizer=object())
     refuse(EngineConfigError, "model must be text .*not supported", model=object())
@@ -443,7 +443,7 @@ def test_a_default_that_this_release_lacks_says_where_it_comes_from(llm: LLM, mo
 
 
 def test_a_template_of_the_config_may_stand_in_a_file(tmp_path: Path, llm: LLM):
-    from jaxserve.llm import _read_chat_template
+    from jaxserve.front_end import _read_chat_template
 
     path = tmp_path / "chat.jinja"
     path.write_text(CHAT_TEMPLATE)

@@ -1,4 +1,4 @@
-"""The memory plan: pages that fit, what a restart remembers, and the bill."""
+"""The memory plan: what is free, what a restart remembers, and the bill."""
 
 import logging
 from dataclasses import replace
@@ -12,23 +12,19 @@ from jaxserve.engine_builder import BuiltEngine, build_engine
 from jaxserve.errors import EngineConfigError
 from jaxserve.execution import limits, memory_plan
 from jaxserve.execution.memory_plan import (
-    PAGE_COUNT_STEP,
     RESERVED_BYTES,
     MemoryBill,
     PlanMemory,
     RememberedPlan,
+    count_tokens,
     free_device_bytes,
-    pages_that_fit,
+    free_mesh_bytes,
 )
+from jaxserve.execution.page_plan import PAGE_COUNT_STEP
 from jaxserve.execution.programs import ProgramTable
-from models.kv_cache import CacheGeometry
 from tests.goldens_loader import GOLDENS_FOLDER
 
-GEOMETRY = CacheGeometry(
-    num_layers=2, page_size=16, num_kv_heads=2, stored_head_dim=64, dtype="bfloat16"
-)
-PAGE_BYTES = GEOMETRY.bytes_per_page
-PLAN = RememberedPlan(2048, 12345)
+PLAN = RememberedPlan((2048, 77), 12345)
 
 
 @pytest.fixture
@@ -37,44 +33,32 @@ def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def test_a_page_holds_keys_and_values_of_all_layers() -> None:
-    assert PAGE_BYTES == 16 * 2 * 2 * 2 * 64 * 2
-
-
-def test_large_page_counts_are_rounded_down_and_small_ones_are_not() -> None:
-    for num_pages, expected in [(2, 2), (1023, 1023), (1024, 1024), (2047, 1024), (5000, 4096)]:
-        assert pages_that_fit(num_pages * PAGE_BYTES, [GEOMETRY]) == expected
-        assert pages_that_fit((num_pages + 1) * PAGE_BYTES - 1, [GEOMETRY]) == expected
-
-
-def test_the_page_count_holds_for_all_groups_together() -> None:
-    other = replace(GEOMETRY, num_layers=6)
-    count = pages_that_fit(300 * PAGE_BYTES, [GEOMETRY, other])
-    assert count == 300 * PAGE_BYTES // (4 * PAGE_BYTES)
-
-
-@pytest.mark.parametrize("available", [-5, 0, PAGE_BYTES, 2 * PAGE_BYTES - 1])
-def test_memory_for_less_than_two_pages_is_refused_with_its_size(available: int) -> None:
-    message = f"at least 2 pages of {PAGE_BYTES} bytes; got {available} bytes"
-    with pytest.raises(EngineConfigError, match=message):
-        pages_that_fit(available, [GEOMETRY])
-
-
 def test_a_plan_is_remembered_for_the_same_key_only(tmp_path: Path, warnings) -> None:
     memory = PlanMemory(tmp_path, "model", 8)
     assert memory.read() is None
     memory.write(PLAN)
     assert PlanMemory(tmp_path, "model", 8).read() == PLAN
     assert PlanMemory(tmp_path, "model", 9).read() is None
-    memory.write(RememberedPlan(1024, 1))
-    assert memory.read() == RememberedPlan(1024, 1)
+    memory.write(RememberedPlan((1024,), 1))
+    assert memory.read() == RememberedPlan((1024,), 1)
     assert [path.suffix for path in (tmp_path / "memory_plans").iterdir()] == [".json"]
     assert warnings.messages == []
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"num_pages": 5}', '{"num_pages": null, "temporary_bytes": 1}', "\0"],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "\0",
+        '{"num_pages": [5]}',
+        '{"num_pages": null, "temporary_bytes": 1}',
+        '{"num_pages": 2048, "temporary_bytes": 1}',
+        '{"num_pages": "2048", "temporary_bytes": 1}',
+        '{"num_pages": [null], "temporary_bytes": 1}',
+    ],
 )
 def test_a_damaged_file_costs_a_warning_and_is_overwritten(
     tmp_path: Path, warnings, text: str
@@ -123,13 +107,28 @@ def test_a_device_tells_what_is_free_or_nothing() -> None:
     assert free_device_bytes(Device({"bytes_in_use": 30})) is None
 
 
+def test_of_several_devices_the_one_with_the_least_counts() -> None:
+    fuller = Device({"bytes_limit": 100, "bytes_in_use": 60})
+    smaller = Device({"bytes_limit": 90, "bytes_in_use": 30})
+    assert free_mesh_bytes([fuller, smaller]) == (40, 90)
+    assert free_mesh_bytes([fuller, Device(None)]) is None
+    assert free_mesh_bytes([]) is None
+
+
+def test_tokens_that_fit_are_those_of_full_groups_if_there_are_any() -> None:
+    assert count_tokens((11,), (None,), 16) == 160
+    assert count_tokens((11, 5), (None, 64), 16) == 160
+    assert count_tokens((11, 5), (32, 64), 16) == 64
+
+
 def test_the_bill_names_every_part() -> None:
     bill = MemoryBill(
         device_bytes=8 << 30,
         weight_bytes=3 << 30,
         page_bytes=2 << 30,
         temporary_bytes=1 << 29,
-        num_pages=1024,
+        num_pages=(1024,),
+        windows=(None,),
         num_tokens=16368,
     )
     assert str(bill) == (
@@ -137,6 +136,8 @@ def test_the_bill_names_every_part() -> None:
         "temporaries 0.50 GiB"
     )
     assert str(replace(bill, device_bytes=0)).startswith("memory on this host: ")
+    groups = replace(bill, num_pages=(1024, 512), windows=(None, 4096))
+    assert "(1024 pages + 512 pages of window 4096, 16368 tokens)" in str(groups)
 
 
 class SimulatedGPU:
@@ -153,7 +154,7 @@ class SimulatedGPU:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.free_bytes, self.num_measurements = 0, 0
         limit = 1 << 40
-        for module in (engine_builder, limits):
+        for module in (memory_plan, limits):
             monkeypatch.setattr(module, "free_device_bytes", lambda _: (self.free_bytes, limit))
         monkeypatch.setattr(engine_builder, "configure_jax", lambda **_: folder)
         monkeypatch.setattr(ProgramTable, "compile_all", lambda *_, **__: 0.0)
@@ -179,7 +180,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulatedGPU:
 
 def test_a_first_start_measures_and_a_restart_remembers(gpu: SimulatedGPU) -> None:
     first = gpu.start(2.9 * PAGE_COUNT_STEP)
-    assert first.bill.num_pages == 2 * PAGE_COUNT_STEP
+    assert first.bill.num_pages == (2 * PAGE_COUNT_STEP,)
     assert first.bill.temporary_bytes == gpu.temporary_bytes
     assert gpu.num_measurements == 1
     pools = first.engine.scheduler._roster.page_pools
@@ -187,7 +188,7 @@ def test_a_first_start_measures_and_a_restart_remembers(gpu: SimulatedGPU) -> No
     # A little less or more memory is left: the page count, and so the programs, stay.
     for room in (2.0, 3.5):
         again = gpu.start(room * PAGE_COUNT_STEP)
-        assert again.bill.num_pages == 2 * PAGE_COUNT_STEP
+        assert again.bill.num_pages == (2 * PAGE_COUNT_STEP,)
         assert again.bill.temporary_bytes == gpu.temporary_bytes
     assert gpu.num_measurements == 1
 
@@ -195,9 +196,9 @@ def test_a_first_start_measures_and_a_restart_remembers(gpu: SimulatedGPU) -> No
 def test_a_remembered_plan_that_no_longer_fits_is_made_anew(gpu: SimulatedGPU) -> None:
     gpu.start(2.5 * PAGE_COUNT_STEP)
     smaller = gpu.start(1.9 * PAGE_COUNT_STEP)
-    assert smaller.bill.num_pages == PAGE_COUNT_STEP
+    assert smaller.bill.num_pages == (PAGE_COUNT_STEP,)
     assert gpu.num_measurements == 2
-    assert gpu.start(1.9 * PAGE_COUNT_STEP).bill.num_pages == PAGE_COUNT_STEP
+    assert gpu.start(1.9 * PAGE_COUNT_STEP).bill.num_pages == (PAGE_COUNT_STEP,)
     assert gpu.num_measurements == 2
 
 
@@ -210,9 +211,9 @@ def test_another_config_has_a_plan_of_its_own(gpu: SimulatedGPU) -> None:
 
 def test_page_counts_that_are_given_are_taken_without_measuring(gpu: SimulatedGPU) -> None:
     by_count = gpu.start(9 * PAGE_COUNT_STEP, num_gpu_blocks_override=77)
-    assert by_count.bill.num_pages == 78
+    assert by_count.bill.num_pages == (78,)
     by_bytes = gpu.start(9 * PAGE_COUNT_STEP, kv_cache_memory_bytes=99 * gpu.page_bytes)
-    assert by_bytes.bill.num_pages == 99
+    assert by_bytes.bill.num_pages == (99,)
     assert gpu.num_measurements == 0
 
 

@@ -322,10 +322,13 @@ def test_times_are_of_the_one_monotonic_clock():
     processor = make_processor(clock=clock)
     processor.add(make_request(n=2))
     clock.now = 103.0
-    (first,) = run(processor, make_update("a", num_preemptions=1))
+    (first,) = run(processor, make_update("a", num_preemptions=1, scheduled_seconds=102.0))
     clock.now = 107.0
     (second,) = processor.process(
-        [make_update("b"), make_update("c", 1, num_preemptions=2)]
+        [
+            make_update("b"),
+            make_update("c", 1, num_preemptions=2, scheduled_seconds=101.0),
+        ]
     ).outputs
     clock.now = 108.0
     end = FinishReason.ABORT
@@ -339,6 +342,7 @@ def test_times_are_of_the_one_monotonic_clock():
     assert (second.metrics.first_token_ts, second.metrics.last_token_ts) == (103.0, 107.0)
     assert (last.metrics.last_token_ts, last.metrics.num_generation_tokens) == (107.0, 3)
     assert last.metrics.num_preemptions == 3
+    assert (first.metrics.scheduled_ts, last.metrics.scheduled_ts) == (102.0, 101.0)
 
 
 def test_an_update_without_tokens_or_end_gives_no_output():

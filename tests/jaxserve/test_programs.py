@@ -17,7 +17,7 @@ from jaxserve.execution.programs import (
 )
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.step_functions import StepFunctions
-from models.attention import attention_kernels
+from models.attention_kernels import attention_kernels
 from models.config import ModelConfig
 from models.kv_cache import abstract_cache, allocate_cache, cache_geometries
 from models.loading.source import open_source

@@ -257,3 +257,17 @@ def test_the_check_finds_damaged_books(damage, message):
     damage(a, b)
     with pytest.raises(RuntimeError, match=message):
         scheduler.check_invariants()
+
+
+def test_page_tables_are_copies_of_who_holds_which_pages():
+    scheduler = make_scheduler(page_size=4, max_num_seqs=1)
+    first = make_sequence("first", 6)
+    scheduler.add(first)
+    scheduler.add(make_sequence("second", 6))
+    assert scheduler.page_tables() == {}
+    schedule(scheduler)
+    tables = scheduler.page_tables()
+    assert list(tables) == [("first", 0)]
+    assert [len(table) for table in tables["first", 0]] == [2]
+    first.page_tables[0].append(99)
+    assert 99 not in tables["first", 0][0]

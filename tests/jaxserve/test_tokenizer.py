@@ -330,7 +330,7 @@ def test_missing_and_broken_tokenizer_files_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(ModelLoadError, match="content: must be a tokenizer"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"must be a folder or a \.gguf file"):
+    with pytest.raises(ModelLoadError, match=r"must be a folder, a tokenizer.json or a \.gguf"):
         load_tokenizer(tmp_path / "model.bin")
 
 

@@ -93,6 +93,7 @@ def _toy_model(batch: ForwardBatch, cache: KVCache) -> tuple[jax.Array, KVCache]
 
 class _ToyLayout:
     head_index = 0
+    logit_soft_cap = None
 
     def merge(self, leaves: Items[jax.Array]) -> Any:
         return _toy_model

@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -217,6 +218,64 @@ def test_a_tensor_of_the_wrong_shape_is_named(name):
     stem = name.rsplit(".", 2)[0]  # a fused weight is named by the part that came last
     with pytest.raises(ModelLoadError, match=f"^{stem}.*: its shape must fit the config"):
         load(tensors, tiny_config(attention_bias=True, mlp_bias=True))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float64", "float8_e4m3fn", "bool"])
+def test_a_tensor_of_a_type_that_needs_scales_or_is_no_weight_is_refused(dtype):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors = checkpoint()
+    tensors[name] = tensors[name].astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    with pytest.raises(ModelLoadError, match=f"^{name}: must hold float16, .*; got {dtype}$"):
+        load(tensors)
+
+
+def test_types_may_be_mixed():
+    kinds = (np.float16, ml_dtypes.bfloat16, np.float32)
+    tensors = {
+        name: np.full_like(tensor, index).astype(kinds[index % 3])
+        for index, (name, tensor) in enumerate(checkpoint().items())
+    }
+    names = list(tensors)
+    got = load(tensors)
+    assert (got("embed_tokens.weight") == names.index("model.embed_tokens.weight")).all()
+    assert (got("norm.weight") == names.index("model.norm.weight")).all()
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "o_proj"])
+def test_a_transposed_weight_is_refused_though_it_has_as_many_values(part):
+    name = f"model.layers.1.self_attn.{part}.weight"
+    tensors = checkpoint()
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
+    with pytest.raises(ModelLoadError, match="its shape must fit the config"):
+        load(tensors)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2, 2), (1, 1, 1, 1)])
+def test_a_tensor_of_any_other_rank_is_refused(shape):
+    names = [name for name in checkpoint() if ".layers." not in name or ".layers.0." in name]
+    for name in names:
+        tensors = checkpoint() | {name: np.ones(shape, np.float32)}
+        with pytest.raises(ModelLoadError, match="its shape must fit the config"):
+            load(tensors)
+
+
+def test_errors_begin_with_the_place_of_the_checkpoint():
+    config = tiny_config()
+    loader = CheckpointLoader(config, WeightStore(make_layout(config), one_device()), "/m")
+    with pytest.raises(ModelLoadError, match="^/m: the checkpoint must hold every tensor"):
+        loader.load(iter({}.items()))
+
+
+def test_a_parameter_under_two_names_is_refused():
+    tensors = checkpoint() | {"norm.weight": np.ones(D, np.float32)}
+    with pytest.raises(ModelLoadError, match="^norm.weight: its parameter must be given once"):
+        load(tensors)
+
+
+def test_of_many_unknown_tensors_twenty_are_listed():
+    more = {f"vision.{number}.w": np.ones(3, np.float32) for number in range(25)}
+    with pytest.warns(UserWarning, match=r"'vision.19.w'\] and 5 more$"):
+        load(checkpoint() | more)
 
 
 def tied(head: np.ndarray | None, head_first: bool = False) -> dict[str, np.ndarray]:

@@ -77,7 +77,8 @@ def test_rope_scaling_wins_over_rope_parameters_as_in_transformers():
 def test_configs_that_transformers_wrote_are_read(name):
     config = json.loads((GOLDENS_FOLDER / name / "config.json").read_text())
     read = ModelConfig.from_dict(config)
-    assert (read.hidden_size, read.head_dim) == (config["hidden_size"], config["head_dim"])
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    assert (read.hidden_size, read.head_dim) == (config["hidden_size"], head_dim)
     assert read.dtype == "float32"
     assert read.rope_theta == 10000.0
 
@@ -214,7 +215,12 @@ def test_a_refused_value_that_is_long_is_cut():
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 ROPE_REFUSALS = {
     "no object": ([1], "rope_.* must be an object; got \\[1\\]"),
-    "an unknown type": ({"rope_type": "yarn", "factor": 4.0}, "rope_type must be one of .*'yarn'"),
+    "an unknown type": ({"rope_type": "dynamic", "factor": 4.0}, "rope_type must be .*'dynamic'"),
+    "yarn without a factor": ({"rope_type": "yarn"}, "factor must be .* above 0; got None"),
+    "yarn's other scale": (
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0},
+        "mscale is not supported with rope type yarn",
+    ),
     "an unknown type by its old name": ({"type": "su"}, "type must be one of .*; got 'su'"),
     "a type that is no name": ({"rope_type": ["linear"]}, "rope_type must be one of"),
     "linear without a factor": ({"type": "linear"}, "factor must be .* above 0; got None"),

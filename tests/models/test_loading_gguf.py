@@ -228,7 +228,7 @@ def test_linear_rope_scaling_is_read(tmp_path):
 
 
 REFUSED_KEYS = {
-    "yarn": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "none or linear"),
+    "yarn": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "none, linear or"),
     "too many layers": (lambda w: w.add_uint32("llama.block_count", 1 << 26), r"\[1, 1024\]"),
     "experts": (lambda w: w.add_expert_count(8), "must be 0"),
     "an unknown setting": (lambda w: w.add_uint32("llama.new_thing", 1), "not supported"),
@@ -297,7 +297,9 @@ def test_fewer_tokens_than_rows_are_accepted(tmp_path):
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
     path = write(tmp_path / "m.gguf", checkpoint(), "mamba")
-    with pytest.raises(ModelLoadError, match="must be one of llama, qwen3; got 'mamba'"):
+    with pytest.raises(
+        ModelLoadError, match="must be one of gemma2, llama, phi3, qwen2, qwen3; got 'mamba'"
+    ):
         GgufFile(path).config_dict()
 
 
@@ -462,6 +464,11 @@ REFUSED_HEADERS = {
         raw_header(tensor_info(b"x", [8], 0, 32), num_tensors=1, num_keys=0) + bytes(100),
         "offset must be 0",
     ),
+    "bytes between header and data": (
+        raw_header(tensor_info(b"x", [8], 0, 0), num_tensors=1, num_keys=0) + b"\1" + bytes(100),
+        "must be zeros from byte",
+    ),
+    "bytes behind a header without tensors": (raw_header(NUMBER) + bytes(64), "end with its last"),
     "overlapping tensors": (
         raw_header(
             tensor_info(b"x", [32], 0, 0), tensor_info(b"y", [32], 0, 0), num_tensors=2, num_keys=0

@@ -270,6 +270,33 @@ def test_an_unknown_tensor_name_is_a_load_error(small_file):
         SafetensorsFolder(small_file).tensor("x")
 
 
+def test_shards_without_their_index_are_refused(tmp_path):
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(ModelLoadError, match="must hold model.safetensors.index.json beside model"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_memory_of_the_file_is_given_back_and_can_be_read_again(tmp_path):
+    tensors = {f"t{i}": np.full(1 << 20, i, np.float32) for i in range(16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = SafetensorsFolder(tmp_path)
+    before, kept = mapped_bytes(), []
+    for name, array in folder.tensors():
+        kept.append((name, array))
+        assert array.sum() == int(name[1:]) << 20
+        assert mapped_bytes() - before < 12 << 20  # of 64 MiB
+    assert all(array[-1] == int(name[1:]) for name, array in kept)
+
+
+def mapped_bytes() -> int:
+    """Bytes of mapped files that this process holds in memory."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("only Linux tells")
+    line = next(line for line in status.read_text().splitlines() if line.startswith("RssFile"))
+    return int(line.split()[1]) << 10
+
+
 def test_pickled_weights_are_refused_with_advice(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
     with pytest.raises(ModelLoadError, match="pytorch_model.bin, a pickle"):
@@ -324,8 +351,9 @@ def test_json_of_64_levels_is_read_and_of_65_is_not():
 def test_golden_checkpoints_load_and_have_no_near_ties(name):
     golden = load_golden(name)
     folder = SafetensorsFolder(golden.folder)
-    assert folder.config_dict()["num_hidden_layers"] == 2
-    assert folder.tensor("model.embed_tokens.weight").shape == (256, 64)
+    config = folder.config_dict()
+    embedding = folder.tensor("model.embed_tokens.weight")
+    assert embedding.shape == (config["vocab_size"], config["hidden_size"])
     assert all(np.isfinite(array).all() for _, array in folder.tensors())
     assert [len(case.prompt) for case in golden.logits] == [1, 9, 40]
     cases = (golden.alone, *golden.mixed)
@@ -333,5 +361,5 @@ def test_golden_checkpoints_load_and_have_no_near_ties(name):
     assert all(len(case.tokens) == 64 and case.margins.min() > 1e-3 for case in cases)
 
 
-def test_there_are_six_golden_checkpoints():
-    assert len(GOLDEN_NAMES) == 6
+def test_there_are_golden_checkpoints():
+    assert len(GOLDEN_NAMES) >= 6

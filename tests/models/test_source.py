@@ -11,10 +11,11 @@ from models.config import ModelConfig
 from models.errors import ModelLoadError
 from models.loading import source
 from models.loading.gguf import GgufFile
+from models.loading.hub import HubAccess
 from models.loading.safetensors import SafetensorsFolder
-from models.loading.source import find_model, open_source
+from models.loading.source import find_model, open_model, open_source
 from tests.goldens_loader import GOLDENS_FOLDER
-from tests.models.test_loading_gguf import checkpoint
+from tests.models.test_loading_gguf import checkpoint, split_model
 from tests.models.test_loading_gguf import write as write_gguf
 from tests.models.tiny_models import LLAMA
 
@@ -49,11 +50,85 @@ def test_a_path_is_taken_as_it_is_and_home_is_expanded(monkeypatch, config_folde
     assert find_model("~/config.json") == config_folder / "config.json"
 
 
-@pytest.mark.parametrize("model", ["no/such/folder", "HuggingFaceTB/SmolLM2-135M-Instruct", ""])
-def test_what_is_no_path_is_refused(model):
-    rule = re.escape("model must be a folder or a .gguf file (hub ids are not supported")
-    with pytest.raises(ModelLoadError, match=f"^{rule}.*; got {model!r}$"):
+NEITHER = ["no/such/folder", "", "./x", "~/x", "a b", "x.gguf", "a--b", "a..b/c", "a/b.git"]
+NEITHER += [
+    "a/b:c/../d.gguf",
+    "a/b:*.gguf",
+    "a/b:Q4_K_M",
+    "x" * 5000,
+    "a\0b",
+    "é/x",
+    "/a/b",
+    "a\\b",
+]
+
+
+@pytest.mark.parametrize("model", NEITHER)
+def test_what_is_neither_a_path_nor_a_hub_id_is_refused(model):
+    rule = re.escape("model must be a path that exists or a hub id such as Qwen/Qwen3-0.6B; got ")
+    with pytest.raises(ModelLoadError, match=f"^{rule}") as caught:
         find_model(model)
+    assert repr(model)[:50] in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_revision_is_refused_for_a_path(config_folder):
+    with pytest.raises(ModelLoadError, match="^a revision must be one of a hub id; got 'v1' for"):
+        find_model(str(config_folder), HubAccess(revision="v1"))
+
+
+def test_a_folder_of_one_gguf_model_is_that_model(tmp_path, gguf_path):
+    alone = tmp_path / "model.gguf"
+    shutil.copy(gguf_path, alone)
+    assert find_model(str(tmp_path)) == alone
+    shutil.copy(gguf_path, tmp_path / "other.gguf")
+    with pytest.raises(ModelLoadError, match="must hold one GGUF model; got model.gguf, other.g"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_of_a_split_gguf_model_is_its_first_part(tmp_path):
+    first = split_model(tmp_path)
+    opened = open_model(str(tmp_path), "auto")
+    assert opened.path == first and opened.source.num_tensors == len(list(opened.source.tensors()))
+
+
+FOREIGN = {
+    "pytorch_model.bin": "a pickle",
+    "model.pt": "a pickle",
+    "adapter.ckpt": "a pickle",
+    "weights.pkl": "a pickle",
+    "weights.npz": "numpy arrays, which can hold a pickle",
+    "tf_model.h5": "a TensorFlow file",
+    "flax_model.msgpack": "of a format that is not read",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_weights_of_other_formats_are_refused_with_advice(config_folder, name):
+    file = config_folder / name
+    file.write_bytes(b"\x80\x02}q\x00.")
+    for model in (config_folder, file):
+        with pytest.raises(ModelLoadError) as caught:
+            open_model(str(model), "auto")
+        assert f"got {name}, {FOREIGN[name]}: convert it to safetensors" in str(caught.value)
+        assert str(model) in str(caught.value)
+
+
+def test_python_code_of_a_model_is_warned_of_once_and_never_run(tmp_path):
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    (folder / "modeling_x.py").write_text("raise SystemExit")
+    with pytest.warns(
+        UserWarning, match=r"Python code \(modeling_x.py\), which is never"
+    ) as caught:
+        open_model(str(folder), "auto").model_config()
+    assert len(caught) == 1
+    (folder / "modeling_x.py").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "modeling_x.Config"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="auto_map in its config.json"):
+        open_model(str(folder), "auto")
 
 
 def test_auto_goes_by_what_the_path_holds(gguf_path):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import attention_kernels
+from models.attention_kernels import attention_kernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.kv_cache import KVCache, allocate_cache, cache_geometries

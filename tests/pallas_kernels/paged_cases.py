@@ -23,6 +23,7 @@ class PagedCase(NamedTuple):
     cap: float | None = None
     padding: int = 0  # tokens past the last row
     first_row: int = 0
+    is_freed: bool = False  # pages that lie wholly before the windows were given back
 
     @property
     def options(self) -> dict:
@@ -58,6 +59,8 @@ def make_inputs(case: PagedCase, seed: int = 0) -> PagedInputs:
             table[row, index] = page = next(free)
             tokens = min(length - index * case.page_size, case.page_size)
             pages[:, 1, page, :tokens] = rng.standard_normal((2, tokens, num_kv_heads, head_dim))
+    if case.is_freed:
+        _give_back_pages(case, table, pages, null_page=next(free))
     starts = np.cumsum((0, *case.num_queries))
     q = rng.standard_normal((starts[-1] + case.padding, num_heads, head_dim))
     return PagedInputs(
@@ -69,6 +72,16 @@ def make_inputs(case: PagedCase, seed: int = 0) -> PagedInputs:
         jnp.array(case.seq_lens, jnp.int32),
         jnp.asarray(starts, jnp.int32),
     )
+
+
+def _give_back_pages(case: PagedCase, table: np.ndarray, pages: np.ndarray, null_page: int) -> None:
+    """Point the entries of pages that no query of this step sees at a page of NaN."""
+    assert case.window is not None
+    for row, (count, length) in enumerate(zip(case.num_queries, case.seq_lens, strict=True)):
+        first_key = length - count - case.window + 1
+        num_freed = max(0, first_key // case.page_size)
+        pages[:, 1, table[row, :num_freed]] = np.nan
+        table[row, :num_freed] = null_page
 
 
 def assert_matches_reference(got: jax.Array, case: PagedCase, inputs: PagedInputs) -> None:

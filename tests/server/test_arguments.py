@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -9,14 +10,20 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError, InvalidRequestError
 from jaxserve.sampling_params import SamplingParams
 from server.cli.arguments import (
-    Parser,
+    add_config_arguments,
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
-    read_integer,
-    read_sizes,
+    option,
+    read_config,
+    refuse_given,
     sampling_params,
 )
+from server.cli.parser import Parser
+from server.cli.shown_settings import shown_settings
+from server.cli.unsupported import add_unsupported_flags
+from server.cli.values import read_integer, read_json, read_sizes, read_words
+from server.config import ServerConfig
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -24,6 +31,7 @@ def parse(*words: str) -> argparse.Namespace:
     parser.add_argument("prompts", nargs="*")
     add_engine_arguments(parser)
     add_sampling_arguments(parser, max_tokens=64, temperature=0.0)
+    add_unsupported_flags(parser, of_server=False)
     return parser.parse_args(words)
 
 
@@ -32,7 +40,7 @@ def test_without_flags_the_config_is_the_default_one():
 
 
 def test_every_field_has_a_flag_of_its_name():
-    values = {
+    values: dict[type, Any] = {
         tuple: ("8,4", (4, 8)),
         dict: ('{"a": 1}', {"a": 1}),
         bool: (None, True),
@@ -42,9 +50,10 @@ def test_every_field_has_a_flag_of_its_name():
     }
     special = {"load_format": "dummy", "dtype": "float16", "generation_config": "vllm"}
     special |= {"attention_backend": "xla", "stacked_weights": "all"}
+    several: dict[str, Any] = {"served_model_name": ("m", ("m",))}
     for field in dataclasses.fields(EngineConfig):
         kind = next(k for k in values if k.__name__ in str(field.type))
-        word, expected = values[kind]
+        word, expected = several.get(field.name, values[kind])
         if field.name in special:
             word = expected = special[field.name]
         if field.name == "stored_head_dim":
@@ -99,7 +108,12 @@ def test_what_are_no_sizes_is_refused(text: str):
         (["--row-buckets", "a"], "argument --row-buckets: must be positive integers"),
         (["--hf-overrides", "{a"], "argument --hf-overrides: must be JSON"),
         (["--seed", "x"], "argument --seed: must be an integer"),
-        (["--quantization", "awq"], "unrecognized arguments: --quantization"),
+        (["--quantization", "awq"], "--quantization is not supported in this release"),
+        (
+            ["--max-modle-len=3"],
+            "--max-modle-len is not a flag of this command; did you mean --max",
+        ),
+        (["--served-model-name", "[1"], "argument --served-model-name: must be JSON"),
     ],
 )
 def test_a_flag_that_cannot_be_read_gives_one_line_and_status_2(words, message, capsys):
@@ -131,3 +145,91 @@ def test_flags_go_over_the_callers_defaults_and_these_over_the_models():
 def test_sampling_values_that_break_a_rule_are_refused_without_a_model(flag: str, value: str):
     with pytest.raises(InvalidRequestError, match=flag.replace("-", "_")):
         sampling_params(parse(f"--{flag}", value))
+
+
+def test_a_list_takes_words_or_json_and_grows_when_the_flag_comes_again():
+    parser = Parser()
+    add_config_arguments(parser, ServerConfig)
+    config = read_config(parser.parse_args(["--api-key", "a", "b", "--api-key", "c"]), ServerConfig)
+    assert config.api_key == ("a", "b", "c")
+    config = read_config(parser.parse_args(["--allowed-origins", '["x", "y"]']), ServerConfig)
+    assert config.allowed_origins == ("x", "y") and config.allowed_methods == ("*",)
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a list of texts"):
+        read_words(["[1]"])
+
+
+def test_dots_set_a_part_of_a_json_value():
+    words = ["--hf-overrides", '{"a": {"x": 1}, "b_c": 2}', "--hf_overrides.a.y_z", "3"]
+    overrides = engine_config(parse(*words, "--hf-overrides.d=text")).hf_overrides
+    assert overrides == {"a": {"x": 1, "y_z": 3}, "b_c": 2, "d": "text"}
+    assert engine_config(parse("--hf-overrides.a", "[1]")).hf_overrides == {"a": [1]}
+
+
+def test_vllms_short_names_are_known(capsys):
+    assert engine_config(parse("-tp", "2")).tensor_parallel_size == 2
+    assert engine_config(parse("-pp", "1", "-dp=1", "-cc", "null")) == EngineConfig()
+    for words in (["-pp", "2"], ["-dp", "4"], ["-q", "fp8"], ["-O", "3"], ["-cc", "3"]):
+        with pytest.raises(SystemExit):
+            parse(*words)
+        assert f"{words[0]} is not supported in this release" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--enable-lora"],
+        ["--enable-prefix-caching"],
+        ["--no-enable-chunked-prefill"],
+        ["--speculative-config", '{"method": "ngram"}'],
+        ["--compilation-config.level", "3"],
+        ["--kv-cache-dtype", "fp8"],
+        ["--scheduling_policy=priority"],
+        ["--enforce-eager"],
+    ],
+)
+def test_vllms_flags_that_nothing_acts_on_are_refused_by_name(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(*words)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    flag = words[0].partition("=")[0].partition(".")[0].replace("_", "-")
+    assert line.startswith(f"jaxserve: {flag} is not supported in this release")
+
+
+def test_their_neutral_values_are_taken():
+    words = ["--no-enable-lora", "--no-enable-prefix-caching", "--enable-chunked-prefill"]
+    words += ["--kv-cache-dtype", "auto", "--cpu-offload-gb", "0", "--quantization", "none"]
+    words += ["--max_num_queued_reqs", "None", "--watermark", "0.0", "--no-enforce-eager"]
+    assert engine_config(parse(*words)) == EngineConfig()
+
+
+def test_flags_of_another_kind_of_model_can_be_refused():
+    arguments = parse("--dtype", "float16")
+    with pytest.raises(EngineConfigError, match="^--dtype must not be$"):
+        refuse_given(arguments, EngineConfig, "must not be")
+    refuse_given(arguments, EngineConfig, "must not be", without={"dtype"})
+    refuse_given(parse(), EngineConfig, "must not be")
+
+
+def test_settings_are_shown_without_secrets_and_without_defaults():
+    engine = EngineConfig(model="m", hf_token="hf_secret", seed=3)
+    shown = shown_settings(engine, ServerConfig(api_key=("secret",), port=9))
+    expected = ["model='m'", "hf_token=***", "seed=3", "port=9", "api_key=***"]
+    assert shown.split(", ") == expected
+    assert shown_settings(EngineConfig(), ServerConfig()) == "all defaults"
+
+
+def test_a_commands_own_fields_have_short_names_and_shown_defaults():
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        size: int = option(3, "how large", "things", short="-s", metavar="SIZE")
+
+    parser = Parser()
+    add_config_arguments(parser, Options)
+    assert read_config(parser.parse_args(["-s", "2k"]), Options) == Options(2000)
+    assert parser.show_help("size") == "  -s SIZE, --size SIZE  how large (default: 3)\n"
+
+
+def test_json_that_cannot_be_read_is_refused():
+    with pytest.raises(argparse.ArgumentTypeError, match="must be JSON"):
+        read_json("[" * 100_000)

@@ -131,7 +131,9 @@ def test_buckets_that_cannot_be_read_are_refused_with_an_example(text: str, caps
 def test_the_table_sets_our_figures_beside_the_peers(capsys):
     single = {"shape": "qwen3-0.6b", "test": "single", "ttft_ms": 6.2, "ms_per_step": 1.01}
     batch = {"shape": "llama-3-8b", "test": "batch256", "output_tokens_per_second": 13784.0}
-    print_table([single, batch, {"shape": "qwen3-0.6b", "test": "unknown", "ttft_ms": 1.0}])
+    print_table(
+        [single, batch, {"shape": "qwen3-0.6b", "test": "unknown", "ttft_ms": 1.0}], num_gpus=1
+    )
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert head == ["test", "figure", "jaxserve", "vLLM", "limit", "speed"]
     assert rows == [

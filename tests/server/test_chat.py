@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.llm import LLM
-from server.cli import chat
+from server.cli import chat, talking
 from server.cli.main import main
 from tests.tiny_llm import MODEL, SETTINGS, flags, write_tokenizer
 
@@ -31,7 +31,7 @@ def prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, st
         seen.append(list(messages))
         return stream_chat(messages, params)
 
-    monkeypatch.setattr(chat.LLM, "from_config", lambda config: llm)
+    monkeypatch.setattr(talking.LLM, "from_config", lambda config: llm)
     monkeypatch.setattr(llm, "stream_chat", watched)
     return seen
 
@@ -89,7 +89,7 @@ def test_ctrl_c_at_a_terminal_ends_the_answer_only(prompts, capsys, monkeypatch)
     type_in(monkeypatch, "w5\nw6\n")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     lines = iter(["w5", "w6"])
-    monkeypatch.setattr(chat, "_read_message", lambda prompt: next(lines, None))
+    monkeypatch.setattr(talking, "read_message", lambda prompt: next(lines, None))
     answer = chat.Conversation.answer
 
     def interrupted(self, message: str) -> None:

@@ -36,7 +36,7 @@ def test_nothing_is_generated_when_one_prompt_is_refused(tokenizer, capsys):
     [
         (["w5", "--max-tokens", "0"], "max_tokens must be at least 1; got 0"),
         (["w5", "--block-size", "17"], "block_size must be 16, 32, 64 or 128; got 17"),
-        (["w5", "--model", "/no/such"], "model must be a folder or a .gguf file"),
+        (["w5", "--model", "/no/such"], "model must be a path that exists or a hub id"),
         (["w5", "--model", MODEL], "tokenizer.json: the file is missing"),
     ],
 )

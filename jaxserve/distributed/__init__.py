@@ -1,0 +1,1 @@
+"""The processes of one engine and what passes between them."""

@@ -1,0 +1,260 @@
+"""The process that owns the device: messages in, one frame a step out. Run by SocketClient.
+
+The engine works in the main thread. One thread reads the socket and one writes to it, so a step
+never waits for the other process, unless that has stopped reading altogether.
+"""
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO
+
+from jaxserve.config import EngineConfig
+from jaxserve.distributed.messages import (
+    HEADER_BYTES,
+    AbortRequest,
+    AddRequest,
+    BadFrameError,
+    EngineInfo,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    RequestRefused,
+    Shutdown,
+    StartEngine,
+    StartProgressed,
+    StartRefused,
+    StepNews,
+    ToEngine,
+    decode_to_engine,
+    encode_frame,
+    frame_length,
+)
+from jaxserve.errors import EngineConfigError, JaxServeError
+from jaxserve.log_writer import LogWriter
+from jaxserve.output_processor import StopAbort
+from jaxserve.request import FinishReason
+from models.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from jaxserve.engine_builder import BuiltEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_FRAMES = 4096
+"""Steps ahead of a reader that does not read; then the engine waits for it."""
+
+
+class EngineSocket:
+    """The engine's end of the socket: queues in front of two threads.
+
+    Args:
+      connection: a connected socket.
+      when_gone: called, in the thread that saw it, when the other end is gone.
+
+    Attributes:
+      inbox: messages that have come.
+      num_bad_frames: frames that were dropped, since they held no message.
+    """
+
+    def __init__(self, connection: socket.socket, when_gone: Callable[[], object]):
+        self._connection, self._when_gone = connection, when_gone
+        self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._outbox: queue.Queue[bytes | None] = queue.Queue(MAX_UNSENT_FRAMES)
+        self.num_bad_frames = 0
+        self._writer = threading.Thread(target=self._write, name="socket writer", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="socket reader", daemon=True)
+
+    def start(self) -> None:
+        """Start both threads."""
+        self._writer.start()
+        self._reader.start()
+
+    def send(self, message: FromEngine) -> None:
+        """Queue a message."""
+        self._outbox.put(encode_frame(message))
+
+    def flush(self) -> None:
+        """Wait until all that was queued has been handed to the socket."""
+        if self._writer.is_alive():
+            self._outbox.put(None)
+        self._writer.join()
+
+    def join(self) -> None:
+        """Wait for both threads; for those who closed the other end themselves."""
+        self.flush()
+        self._reader.join()
+
+    def _read(self) -> None:
+        try:
+            with self._connection.makefile("rb") as stream:
+                self._read_frames(stream)
+        except (OSError, BadFrameError) as error:
+            logger.error("the socket cannot be read: %s", error)
+        self._when_gone()
+
+    def _read_frames(self, stream: BinaryIO) -> None:
+        while len(header := stream.read(HEADER_BYTES)) == HEADER_BYTES:
+            body = stream.read(frame_length(header))
+            try:
+                self.inbox.put(decode_to_engine(body))
+            except BadFrameError as error:
+                self.num_bad_frames += 1
+                logger.error("%s", error)
+
+    def _write(self) -> None:
+        while (frame := self._outbox.get()) is not None:
+            try:
+                self._connection.sendall(frame)
+            except OSError:
+                self._when_gone()
+                return
+
+
+class EngineLoop:
+    """Steps an engine while it has work, and takes messages between the steps.
+
+    Attributes:
+      is_leaving: whether Shutdown has come.
+    """
+
+    def __init__(self, engine: "Engine", connection: EngineSocket):
+        self._engine, self._connection = engine, connection
+        self.is_leaving = False
+
+    def run(self) -> None:
+        """Work until Shutdown comes."""
+        while not self.is_leaving:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take the messages that have come, and run one step if there is work."""
+        self._take_messages()
+        if self._engine.has_unfinished and not self.is_leaving:
+            updates = self._engine.step()
+            self._connection.send(StepNews(updates, self._stats()))
+
+    def _take_messages(self) -> None:
+        """All that have come; waits for one when there is nothing else to do."""
+        inbox = self._connection.inbox
+        if not self._engine.has_unfinished:
+            self._handle(inbox.get())
+        while not inbox.empty():
+            self._handle(inbox.get())
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self._add(message)
+            case AbortRequest():
+                self._engine.abort(message.request_id)
+            case StopAbort():
+                self._engine.abort(
+                    message.request_id,
+                    message.index,
+                    finish_reason=FinishReason.STOP,
+                    stop_reason=message.stop,
+                    num_output_tokens=message.num_output_tokens,
+                )
+            case Shutdown():
+                self.is_leaving = True
+            case StartEngine():
+                logger.error("StartEngine came to an engine that has started; it is ignored")
+
+    def _add(self, message: AddRequest) -> None:
+        """Queue a request; one that cannot be taken ends for its client, and nothing else does."""
+        try:
+            self._engine.add(message.request())
+        except (JaxServeError, ValueError) as error:
+            self._connection.send(RequestRefused(message.request_id, str(error)))
+
+    def _stats(self) -> EngineStats:
+        scheduler, times = self._engine.scheduler, self._engine.times
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.kv_cache_usage,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=times.num_steps,
+            num_tokens=times.num_tokens,
+            num_bad_frames=self._connection.num_bad_frames,
+        )
+
+
+def serve(connection: EngineSocket) -> int:
+    """Build the engine that the first message asks for, and work until the end.
+
+    Returns:
+      The exit status: 2 for a model or setting that cannot be served.
+    """
+    message = connection.inbox.get()
+    if not isinstance(message, StartEngine):
+        raise BadFrameError(f"the first message must be StartEngine; got {type(message).__name__}")
+    try:
+        built = _build(message, connection)
+    except (ModelLoadError, EngineConfigError) as error:
+        connection.send(StartRefused(str(error)))
+        connection.flush()
+        return 2
+    connection.send(EngineReady(_info(built, message.config["block_size"])))
+    EngineLoop(built.engine, connection).run()
+    return 0
+
+
+def _build(message: StartEngine, connection: EngineSocket) -> "BuiltEngine":
+    from jaxserve.engine_builder import build_engine
+
+    def tell(stage: str, done: int, total: int) -> None:
+        connection.send(StartProgressed(stage, done, total))
+
+    return build_engine(EngineConfig(**message.config), tell)
+
+
+def _info(built: "BuiltEngine", page_size: int) -> EngineInfo:
+    limits, scheduler = built.limits, built.engine.scheduler
+    return EngineInfo(
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        page_size=page_size,
+        num_pages=scheduler.num_pages,
+        max_tokens_per_sequence=scheduler.max_tokens_per_sequence,
+        device_kind=built.device_kind,
+        memory_bill=str(built.bill),
+        seconds=built.seconds,
+    )
+
+
+def main(file_descriptor: int, log_level: int) -> int:
+    """Run an engine for the process at the other end of a connected socket.
+
+    Signals of the terminal and of a supervisor's group are for that process, which drains first.
+
+    Args:
+      file_descriptor: of the socket.
+      log_level: of that process.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    writer = LogWriter(sys.stderr)
+    logging.basicConfig(
+        level=log_level, format="%(levelname)s engine: %(message)s", handlers=[writer]
+    )
+    logging.getLogger("jax").setLevel(max(log_level, logging.WARNING))
+    # Without the other process nobody can want a result, and the device's memory must come free.
+    connection = EngineSocket(socket.socket(fileno=file_descriptor), when_gone=lambda: os._exit(1))
+    connection.start()
+    return serve(connection)
+
+
+if __name__ == "__main__":
+    status = main(*map(int, sys.argv[1:]))
+    # Steps may be in flight, and an interpreter that ends while XLA's threads run is aborted.
+    logging.shutdown()
+    os._exit(status)

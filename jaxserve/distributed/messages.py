@@ -1,0 +1,209 @@
+"""What passes between the HTTP process and the engine process: typed frames of msgpack.
+
+A frame is its length, four bytes little endian, and one message. Nothing else is ever decoded:
+no pickle, no code. Prompts travel as packed int32, since they may hold 100,000 ids.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxserve.output_processor import StopAbort
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.step import SequenceUpdate
+
+MAX_FRAME_BYTES = 1 << 28
+"""A longer frame is no message of ours."""
+_LENGTH = struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the users of an engine must know of it, once it is ready.
+
+    Attributes:
+      max_model_len: tokens of prompt and output together.
+      max_num_seqs: sequences that run at the same time.
+      max_num_batched_tokens: tokens of one step.
+      page_size: tokens in a page.
+      num_pages: for each cache group, the null page included.
+      max_tokens_per_sequence: tokens that the pages can hold for one sequence alone.
+      device_kind: such as "NVIDIA H200" or "cpu".
+      memory_bill: where the device's memory goes, for people.
+      seconds: start-up time by stage.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: tuple[int, ...]
+    max_tokens_per_sequence: int
+    device_kind: str
+    memory_bill: str
+    seconds: dict[str, float]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The state of an engine after a step; counts are since its start.
+
+    Attributes:
+      num_running, num_waiting: sequences now.
+      kv_cache_usage: share of the pages that are held, in [0, 1].
+      num_preemptions, num_steps, num_tokens: counts; tokens are those that steps computed.
+      num_bad_frames: frames from outside that were no messages.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_bad_frames: int = 0
+
+
+class StartEngine(msgspec.Struct, frozen=True, tag=True):
+    """The first message to an engine process: the fields of its EngineConfig."""
+
+    config: dict[str, Any]
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A Request; `prompt_token_ids` is packed int32."""
+
+    request_id: str
+    prompt_token_ids: bytes
+    sampling_params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    arrival_seconds: float
+    priority: int
+
+    @classmethod
+    def of(cls, request: Request) -> "AddRequest":
+        """Pack a request."""
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=np.asarray(request.prompt_token_ids, "<i4").tobytes(),
+            sampling_params=request.sampling_params,
+            eos_token_ids=request.eos_token_ids,
+            arrival_seconds=request.arrival_seconds,
+            priority=request.priority,
+        )
+
+    def request(self) -> Request:
+        """Unpack it."""
+        return Request(
+            request_id=self.request_id,
+            prompt_token_ids=tuple(np.frombuffer(self.prompt_token_ids, "<i4").tolist()),
+            sampling_params=self.sampling_params,
+            eos_token_ids=self.eos_token_ids,
+            arrival_seconds=self.arrival_seconds,
+            priority=self.priority,
+        )
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+    """The client of a request has gone."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave in order."""
+
+
+class StartProgressed(msgspec.Struct, frozen=True, tag=True):
+    """News of a start: a stage and how far it is."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """Requests are taken from now on."""
+
+    info: EngineInfo
+
+
+class StartRefused(msgspec.Struct, frozen=True, tag=True):
+    """The model or a setting cannot be served; the process leaves."""
+
+    message: str
+
+
+class RequestRefused(msgspec.Struct, frozen=True, tag=True):
+    """A request that the engine did not take."""
+
+    request_id: str
+    message: str
+
+
+class StepNews(msgspec.Struct, frozen=True, tag=True):
+    """One step: its updates, and the engine's state after it."""
+
+    updates: list[SequenceUpdate]
+    stats: EngineStats
+
+
+type ToEngine = StartEngine | AddRequest | AbortRequest | StopAbort | Shutdown
+type FromEngine = StartProgressed | EngineReady | StartRefused | RequestRefused | StepNews
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(StartEngine | AddRequest | AbortRequest | StopAbort | Shutdown)
+_from_engine = msgspec.msgpack.Decoder(
+    StartProgressed | EngineReady | StartRefused | RequestRefused | StepNews
+)
+
+
+class BadFrameError(ValueError):
+    """Bytes that are no frame of ours."""
+
+
+def encode_frame(message: ToEngine | FromEngine) -> bytes:
+    """The bytes of a message, its length in front."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def frame_length(header: bytes) -> int:
+    """Bytes of the message behind a header.
+
+    Raises:
+      BadFrameError: it is too long to be one.
+    """
+    (length,) = _LENGTH.unpack(header)
+    if length > MAX_FRAME_BYTES:
+        raise BadFrameError(f"frames must have at most {MAX_FRAME_BYTES} bytes; got {length}")
+    return length
+
+
+def decode_to_engine(body: bytes) -> ToEngine:
+    """A message from the HTTP process.
+
+    Raises:
+      BadFrameError: it is none.
+    """
+    return _decode(_to_engine, body)
+
+
+def decode_from_engine(body: bytes) -> FromEngine:
+    """A message from the engine process.
+
+    Raises:
+      BadFrameError: it is none.
+    """
+    return _decode(_from_engine, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise BadFrameError(
+            f"frames must hold a message; got {len(body)} bytes: {error}"
+        ) from error

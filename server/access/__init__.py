@@ -1,0 +1,1 @@
+"""Who may ask, and how much: keys, sizes, and the bound of the queue."""

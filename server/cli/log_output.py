@@ -1,0 +1,29 @@
+"""Where a command's log goes: to stderr, past whoever does not read it."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+from jaxserve.log_writer import LogWriter
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@contextlib.contextmanager
+def start_logging(level: str) -> Iterator[LogWriter]:
+    """Log to stderr until the block ends; jaxserve's own messages from `level` up."""
+    root = logging.getLogger()
+    writer = LogWriter(sys.stderr)
+    writer.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    before = root.level
+    root.addHandler(writer)
+    root.setLevel(logging.WARNING)
+    for package in ("jaxserve", "models", "server"):
+        logging.getLogger(package).setLevel(level.upper())
+    try:
+        yield writer
+    finally:
+        root.setLevel(before)
+        root.removeHandler(writer)
+        writer.close()

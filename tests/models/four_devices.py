@@ -1,0 +1,217 @@
+"""What tests/models/test_sharding.py runs in a process that has four virtual CPU devices.
+
+Prints one JSON object.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.engine import Engine
+from jaxserve.errors import EngineConfigError
+from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.programs import ProgramKey, ProgramTable
+from jaxserve.execution.sample_mode import SampleMode
+from jaxserve.sampling_params import SamplingParams
+from models.attention_kernels import HEADS, PAGES, attention_kernels
+from models.config import ModelConfig
+from models.kv_cache import allocate_cache, cache_geometries
+from models.sharding import MESH_AXIS_OF, Sharder, make_mesh
+from models.weight_layout import Stack, WeightStore, make_dummy_leaves
+from tests.engine_runs import generate, greedy, make_engine, sampled
+from tests.goldens_loader import GreedyCase, load_golden
+from tests.models.tiny_models import make_layout, random_parameters, tiny_config
+from tests.pallas_kernels.paged_cases import PagedCase, make_inputs
+
+NAME = "llama_gqa"
+GOLDEN = load_golden(NAME)
+CASES: list[GreedyCase] = [GOLDEN.alone, *GOLDEN.mixed[-3:]]
+PROMPTS = [case.prompt for case in CASES]
+ROWS = 4
+HEAD_DIM, ODD_VOCAB = 16, 255
+"""Of the golden; and a vocabulary that neither two nor four devices divide."""
+
+SAMPLED: list[SamplingParams] = [
+    sampled(seed=1),
+    sampled(seed=2, top_p=0.9, temperature=0.7),
+    sampled(seed=3, top_k=20, min_p=0.02, logprobs=3),
+    sampled(seed=4, min_tokens=24, ignore_eos=False),
+]
+
+
+def share(array: jax.Array) -> float:
+    """The part of an array that one device holds."""
+    return array.addressable_shards[0].data.nbytes / array.nbytes
+
+
+def shares_of_weights(config: ModelConfig, sharder: Sharder, stack: Stack, *, dummy: bool) -> list:
+    """(path, whether it is to be split, share) of each leaf."""
+    layout = make_layout(config, stack)
+    if dummy:
+        leaves = make_dummy_leaves(layout, sharder, seed=0)
+    else:
+        store = WeightStore(layout, sharder)
+        for path, value in random_parameters(layout).items():
+            store.put(path, value)
+        leaves = store.leaves()
+    split = {axis for axis, mesh_axis in MESH_AXIS_OF.items() if mesh_axis == "model"}
+    return [
+        (leaf.path, bool(split.intersection(leaf.axes)), share(array))
+        for leaf, array in zip(layout.leaves, leaves, strict=True)
+    ]
+
+
+def engine_on(num_devices: int, folder: Path = GOLDEN.folder, **settings) -> Engine:
+    """A small engine whose layers are shared by so many devices."""
+    small = {"max_num_seqs": ROWS, "row_buckets": (ROWS,), "max_num_batched_tokens": 32}
+    small |= {"token_buckets": (32,), "tensor_parallel_size": num_devices}
+    return make_engine(folder, **(small | settings)).engine
+
+
+def greedy_engine_on(num_devices: int, folder: Path = GOLDEN.folder) -> Engine:
+    """The same with the programs of greedy requests only: it starts in less than half the time."""
+    keys_of = ProgramTable.keys
+
+    def is_used(kind: str, bucket: Bucket | int | None, mode: SampleMode | None) -> bool:
+        if kind == "forward":
+            return isinstance(bucket, Bucket) and not bucket.is_decode_only
+        return mode in (None, SampleMode.GREEDY)
+
+    def keys(table: ProgramTable) -> tuple[ProgramKey, ...]:
+        return tuple(key for key in keys_of(table) if is_used(*key))
+
+    with mock.patch.object(ProgramTable, "keys", keys):
+        return engine_on(num_devices, folder)
+
+
+def refusal(num_devices: int, **overrides: int) -> str:
+    """The sentence with which an engine is refused."""
+    try:
+        engine_on(num_devices, hf_overrides=overrides)
+    except EngineConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def largest_gathers(engine: Engine) -> dict[str, int]:
+    """Elements of the largest array that devices gather, by kind of program and sample mode."""
+    largest: dict[str, int] = {}
+    for (kind, _, mode), program in engine.runner._programs._programs.items():
+        found = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", program.as_text() or "")
+        sizes = [int(np.prod([int(size) for size in text.split(",")])) for text in found]
+        name = kind if mode is None else f"{kind} {mode.name}"
+        largest[name] = max(sizes, default=0)
+    return largest
+
+
+def tokens_of_shared_engines() -> dict:
+    """Greedy and sampled tokens of two and four devices, beside the goldens."""
+    two, four = engine_on(2), greedy_engine_on(4)
+    return {
+        "golden": [case.tokens for case in CASES],
+        "two": generate(two, PROMPTS, greedy()),
+        "four": generate(four, PROMPTS, greedy()),
+        "cache_shares_after": [share(leaf) for leaf in jax.tree.leaves(two.runner._cache)],
+        "cache_heads_of_four": four.runner._cache.groups[0].k_pages.shape[3],
+        "sampled": generate(two, PROMPTS, SAMPLED),
+        "largest_gathers": largest_gathers(two),
+    }
+
+
+def write_odd_model(folder: Path) -> None:
+    """The golden with one KV head, biases, and a vocabulary of an odd size."""
+    tensors = load_file(GOLDEN.folder / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name, tensor in list(tensors.items()):
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            tensors[name] = tensor = np.ascontiguousarray(tensor[:HEAD_DIM])
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            tensors[name] = np.ascontiguousarray(tensor[:ODD_VOCAB])
+        if "self_attn" in name:
+            bias = rng.normal(size=len(tensor)).astype(np.float32)
+            tensors[name.replace("weight", "bias")] = bias
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((GOLDEN.folder / "config.json").read_text())
+    config |= {"num_key_value_heads": 1, "vocab_size": ODD_VOCAB, "attention_bias": True}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def tokens_of_an_odd_model() -> dict:
+    """Greedy tokens of one device and of four."""
+    prompts = [[token % ODD_VOCAB for token in prompt] for prompt in PROMPTS]
+    with tempfile.TemporaryDirectory() as folder:
+        write_odd_model(Path(folder))
+        return {
+            str(count): generate(
+                greedy_engine_on(count, Path(folder)), prompts, greedy(max_tokens=24)
+            )
+            for count in (1, 4)
+        }
+
+
+def kernels_on_four_devices() -> dict[str, bool]:
+    """Whether each kernel gives, bit for bit, what it gives on one device."""
+    sharder = Sharder(make_mesh(4))
+    case = PagedCase((1, 1, 9, 70), (40, 3, 100, 70), heads=(8, 4, 64), first_row=2)
+    q, k_pages, v_pages, layer, table, lens, starts = make_inputs(case)
+    first_row, slots = np.array([case.first_row]), np.array([3, 16, 17, 40])
+    new = k_pages[1, 0, :4] * 0 + q[:4, ::2]
+    calls = {
+        "decode": (q[:4], k_pages, v_pages, layer, table, lens),
+        "prefill": (q, k_pages, v_pages, layer, table, lens, starts, first_row),
+        "write": (k_pages, layer, slots, new),
+    }
+
+    def run(name: str, mesh: jax.sharding.Mesh | None) -> np.ndarray:
+        function = getattr(attention_kernels("xla", "cpu", mesh), name)
+        options = {} if name == "write" else case.options
+        out = jax.jit(lambda *arrays: function(*arrays, **options))(*calls[name])
+        if mesh is not None:
+            spec = PAGES if name == "write" else HEADS
+            assert out.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), out.ndim)
+        return np.asarray(out, np.float32)
+
+    return {
+        name: np.array_equal(run(name, None), run(name, sharder.mesh), equal_nan=True)
+        for name in calls
+    }
+
+
+def main() -> None:
+    """Run everything."""
+    sharder = Sharder(make_mesh(2))
+    config = tiny_config(intermediate_size=6, vocab_size=12)
+    geometries = cache_geometries(config, page_size=16, dtype="float32")
+    stacks: Sequence[Stack] = ("none", "all")
+    found = {
+        "weights": {
+            stack: shares_of_weights(config, sharder, stack, dummy=False) for stack in stacks
+        },
+        "dummy": shares_of_weights(config, sharder, "all", dummy=True),
+        "uneven_vocab": shares_of_weights(
+            tiny_config(intermediate_size=6, vocab_size=13), sharder, "none", dummy=True
+        ),
+        "cache": [
+            share(leaf) for leaf in jax.tree.leaves(allocate_cache(geometries, (4,), sharder))
+        ],
+        "refusals": {
+            "three_devices": refusal(3),
+            "uneven_mlp": refusal(2, intermediate_size=97),
+            "five_devices": refusal(5),
+        },
+        "engine": tokens_of_shared_engines(),
+        "odd_model": tokens_of_an_odd_model(),
+        "kernels": kernels_on_four_devices(),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
