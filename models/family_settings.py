@@ -132,6 +132,9 @@ _FAMILIES: dict[str, FamilySettings] = {
 }
 
 
+KNOWN_ARCHITECTURES = tuple(sorted(_FAMILIES))
+
+
 def settings_of(architecture: str) -> FamilySettings:
     """The settings of an architecture; Llama's for one that is not known."""
     return _FAMILIES.get(architecture, FamilySettings())

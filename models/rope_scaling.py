@@ -28,6 +28,7 @@ _INERT: dict[str, tuple[object, ...] | None] = {
     "finetuned": None,
     "factor": (1,),
     "partial_rotary_factor": (1,),
+    "truncate": (True,),  # of "yarn", and its default
 }
 """Keys that change nothing where a type does not read them: with any value, or with these."""
 

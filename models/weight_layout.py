@@ -17,6 +17,7 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.loading.pieces import Index, ParameterPieces
 from models.sharding import Sharder
 
 Stack = Literal["none", "vectors", "all"]
@@ -158,30 +159,40 @@ class WeightStore:
         """Parameters that were not put yet."""
         return tuple(sorted(self._missing))
 
-    def put(self, path: str, value: np.ndarray) -> None:
-        """Upload one parameter, cast to the model's type.
+    def dtype(self, path: str) -> np.dtype:
+        """What a parameter is made of."""
+        return jnp.dtype(self._shapes[path].dtype)
+
+    def check(self, path: str, value: ParameterPieces) -> None:
+        """Refuse with ValueError a value whose shape is not the model's."""
+        shape = self._shapes[path].shape
+        if value.shape != shape:
+            raise ValueError(f"{path} must have shape {shape}; got {value.shape}")
+
+    def put(self, path: str, value: ParameterPieces) -> None:
+        """Upload one parameter, cast to the model's type: to each device its own part.
+
+        It waits for the upload, so that the host holds one parameter at a time.
 
         Raises:
           ValueError: the shape is not the model's.
         """
-        parameter = self._shapes[path]
-        if value.shape != parameter.shape:
-            raise ValueError(f"{path} must have shape {parameter.shape}; got {value.shape}")
-        array = self._sharder.put(value.astype(jnp.dtype(parameter.dtype)), parameter.axes)
+        self.check(path, value)
+        parameter, dtype = self._shapes[path], self.dtype(path)
+
+        def read(index: Index | None) -> np.ndarray:
+            assert index is not None
+            return value.read(index, dtype)
+
+        sharding = self._sharder.sharding(parameter.shape, parameter.axes)
+        array = jax.make_array_from_callback(parameter.shape, sharding, read, dtype)
+        array.block_until_ready()
         index, layer = self.layout.locate(path)
         if layer is None:
             self._leaves[index] = array
         else:
             self._leaves[index] = _insert(self._stack(index), array, np.int32(layer))
         self._missing.discard(path)
-
-    def holds(self, path: str, value: np.ndarray) -> bool:
-        """Whether a parameter that was put is this value, in the model's type."""
-        index, layer = self.layout.locate(path)
-        leaf = self._leaves[index]
-        assert leaf is not None, path
-        array = leaf if layer is None else leaf[layer]
-        return np.array_equal(np.asarray(array), value.astype(array.dtype))
 
     def leaves(self) -> list[jax.Array]:
         """All arrays, in the layout's order."""

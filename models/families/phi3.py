@@ -4,6 +4,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.loading.pieces import Piece
 from models.loading.placements import Placement, decoder_placements, fuse_gate_up, fuse_qkv
 
 
@@ -16,10 +17,10 @@ class Phi3ForCausalLM(Decoder):
         query_rows = config.num_attention_heads * config.head_dim
         key_rows = config.num_key_value_heads // config.kv_head_copies * config.head_dim
 
-        def split_qkv(rows: np.ndarray) -> np.ndarray:
+        def split_qkv(rows: np.ndarray) -> tuple[Piece, ...]:
             return fuse_qkv(config, *np.split(rows, [query_rows, query_rows + key_rows]))
 
-        def split_gate_up(rows: np.ndarray) -> np.ndarray:
+        def split_gate_up(rows: np.ndarray) -> tuple[Piece, ...]:
             return fuse_gate_up(*np.split(rows, 2))
 
         fused = {

@@ -94,6 +94,12 @@ def read_header(path: Path) -> GgufHeader:
     return _Parser(data, str(path)).parse()
 
 
+def shortened(text: str, length: int) -> str:
+    """A text of a file for an error: at most `length` characters, and on one line."""
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
 class _Parser:
     """Walks over the header once, from the first byte to the last tensor info."""
 
@@ -252,4 +258,4 @@ class _Parser:
         return self._data[start:end]
 
     def _refuse(self, key: str, reason: str) -> NoReturn:
-        raise ModelLoadError(f"{self._source}: {key[:200]!r}: {reason}")
+        raise ModelLoadError(f"{self._source}: {shortened(repr(key[:200]), 100)}: {reason}")

@@ -8,11 +8,16 @@ from typing import NoReturn
 import numpy as np
 
 from models.errors import ModelLoadError
-from models.loading.gguf_header import Value
+from models.loading.gguf_header import Value, shortened
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ID_KEYS = (*_END_KEYS, "bos_token_id", "padding_token_id", "unknown_token_id")
 _BYTE_TOKEN_TYPE = 6
+_MATCHED_TYPES = (3, 4)
+_END_TEXTS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>",
+)  # fmt: skip
+"""Control tokens that end a turn or a text in the chats of all models that have them."""
 
 
 class GgufMetadata:
@@ -85,9 +90,22 @@ class GgufMetadata:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The ids that the file declares as an end of text, of turn or of message."""
+        """The ids that end a text, a turn or a message.
+
+        Few files declare more than one, though Phi-3 ends its turns with another token than its
+        texts: so tokens of well-known names end as well, as in llama.cpp.
+        """
         ids = [self.token_id(name) for name in _END_KEYS]
-        return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+        declared = [token_id for token_id in ids if token_id is not None]
+        return tuple(dict.fromkeys([*declared, *self._named_ends()]))
+
+    def _named_ends(self) -> list[int]:
+        types = self.numbers("tokenizer.ggml.token_type", "iu")
+        if types is None:
+            return []
+        tokens = self.strings("tokenizer.ggml.tokens") or []
+        matched = np.flatnonzero(np.isin(types[: len(tokens)], _MATCHED_TYPES))
+        return [int(token_id) for token_id in matched if tokens[token_id] in _END_TEXTS]
 
     def check_vocabulary(self, num_rows: int | None) -> None:
         """Check that the tokenizer's keys fit each other and the embedding.
@@ -122,8 +140,8 @@ class GgufMetadata:
             self.refuse("token_embd.weight", f"{rule}; got {num_rows}")
 
     def refuse(self, key: str, reason: str) -> NoReturn:
-        """Raise the ModelLoadError "file: key: reason"."""
-        raise ModelLoadError(f"{self.source}: {key}: {reason}")
+        """Raise the ModelLoadError "file: key: reason", both cut, since the file wrote them."""
+        raise ModelLoadError(f"{self.source}: {shortened(key, 100)}: {shortened(reason, 300)}")
 
     def _refuse_type(self, key: str, wanted: str, value: Value) -> NoReturn:
         got = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__

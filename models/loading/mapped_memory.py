@@ -3,10 +3,11 @@
 import mmap
 
 
-def release(data: mmap.mmap) -> None:
-    """Drop the pages that were read; they are read again from the file when they are needed.
+def release(data: mmap.mmap, begin: int, end: int) -> None:
+    """Drop the pages of bytes `[begin, end)`; they are read again from the file when needed.
 
     Without it a loaded file counts as memory of this process until the system runs short.
     """
-    if hasattr(mmap, "MADV_DONTNEED"):
-        data.madvise(mmap.MADV_DONTNEED)
+    if hasattr(mmap, "MADV_DONTNEED") and begin < end:
+        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        data.madvise(mmap.MADV_DONTNEED, first, end - first)

@@ -5,6 +5,7 @@ the tensors, little-endian, without gaps. Every header is checked in full when a
 an array is a view into the file, and only the pages that are touched are read.
 """
 
+import functools
 import math
 import mmap
 import os
@@ -20,6 +21,7 @@ from models.errors import ModelLoadError
 from models.loading.foreign_weights import describe_start, refuse_foreign_weights
 from models.loading.mapped_memory import release
 from models.loading.model_paths import check_inside
+from models.loading.stored_tensor import StoredTensor
 from models.loading.strict_json import parse_json_object, read_json_object
 
 MAX_HEADER_BYTES = 100_000_000
@@ -99,9 +101,15 @@ class SafetensorsFile:
         flat = np.frombuffer(self._bytes, entry.dtype, count, entry.begin)
         return flat.reshape(entry.shape)
 
-    def release(self) -> None:
-        """Let the system take back what was read of the file; it can be read again."""
-        release(self._bytes)
+    def tensor(self, name: str) -> StoredTensor:
+        """A tensor that is not read yet; KeyError for an unknown name."""
+        entry = self.entries[name]
+        return StoredTensor(
+            entry.shape,
+            entry.dtype,
+            array=functools.partial(self.array, name),
+            release=functools.partial(release, self._bytes, entry.begin, entry.end),
+        )
 
 
 class SafetensorsFolder:
@@ -154,15 +162,10 @@ class SafetensorsFolder:
             raise ModelLoadError(f"{self.folder} must hold tensor {name!r}; it does not")
         return self._file_of[name].array(name)
 
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All tensors as read-only views, file by file in the order of their data.
-
-        Memory holds one tensor's part of the file: what was read before is given back.
-        """
-        for file in self._files:
-            for name in file.entries:
-                yield name, file.array(name)
-                file.release()
+    def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+        """All tensors, none of them read yet, file by file in the order of their data."""
+        for name, file in self._file_of.items():
+            yield name, file.tensor(name)
 
     @property
     def num_tensors(self) -> int:

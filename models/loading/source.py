@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from models.config import ModelConfig
 from models.errors import ModelLoadError
+from models.family_settings import KNOWN_ARCHITECTURES
 from models.loading.embedded import find_embedded_model
 from models.loading.foreign_weights import refuse_foreign_weights
 from models.loading.gguf import GgufFile
@@ -27,9 +26,10 @@ from models.loading.hub import (
 )
 from models.loading.model_paths import is_there
 from models.loading.safetensors import SafetensorsFolder
+from models.loading.stored_tensor import StoredTensor
 from models.loading.strict_json import read_json_object
 
-NamedTensor = tuple[str, np.ndarray]
+NamedTensor = tuple[str, StoredTensor]
 
 
 class ModelSource(Protocol):
@@ -40,7 +40,7 @@ class ModelSource(Protocol):
         ...
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """(name, array) one at a time; linear weights are [out, in]."""
+        """Every tensor with its name, none of them read yet; linear weights are [out, in]."""
         ...
 
     @property
@@ -80,12 +80,29 @@ class OpenedModel:
         """The model's numbers, with values that replace the file's.
 
         Raises:
-          ModelLoadError: a number is missing, out of bounds, or asks for what is not supported.
+          ModelLoadError: a number is missing, out of bounds, or asks for what is not supported;
+            the architecture is not known; or the weights have fewer layers.
         """
         config_path = self.path / "config.json" if self.path.is_dir() else self.path
-        return ModelConfig.from_dict(
-            self.source.config_dict() | (overrides or {}), str(config_path)
-        )
+        values = self.source.config_dict() | (overrides or {})
+        config = ModelConfig.from_dict(values, str(config_path))
+        if config.architecture not in KNOWN_ARCHITECTURES:
+            raise ModelLoadError(
+                f"{config_path}: architectures must name one of {', '.join(KNOWN_ARCHITECTURES)}; "
+                f"got {config.architecture[:80]!r}"
+            )
+        self._check_num_layers(config, str(config_path))
+        return config
+
+    def _check_num_layers(self, config: ModelConfig, config_path: str) -> None:
+        """Refuse layers without weights at once: to build a thousand of them takes a minute."""
+        found = (re.match(r"model\.layers\.(\d+)\.", name) for name, _ in self.source.tensors())
+        num_layers = len({match[1] for match in found if match})
+        if 0 < num_layers < config.num_hidden_layers:
+            raise ModelLoadError(
+                f"{config_path}: num_hidden_layers must be at most the {num_layers} layers of the "
+                f"weights; got {config.num_hidden_layers}"
+            )
 
 
 def open_model(

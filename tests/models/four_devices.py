@@ -27,6 +27,7 @@ from models.sharding import MESH_AXIS_OF, Sharder, make_mesh
 from models.weight_layout import Stack, WeightStore, make_dummy_leaves
 from tests.engine_runs import generate, greedy, make_engine, sampled
 from tests.goldens_loader import GreedyCase, load_golden
+from tests.models.stored_tensors import one_piece
 from tests.models.tiny_models import make_layout, random_parameters, tiny_config
 from tests.pallas_kernels.paged_cases import PagedCase, make_inputs
 
@@ -59,7 +60,7 @@ def shares_of_weights(config: ModelConfig, sharder: Sharder, stack: Stack, *, du
     else:
         store = WeightStore(layout, sharder)
         for path, value in random_parameters(layout).items():
-            store.put(path, value)
+            store.put(path, one_piece(value))
         leaves = store.leaves()
     split = {axis for axis, mesh_axis in MESH_AXIS_OF.items() if mesh_axis == "model"}
     return [

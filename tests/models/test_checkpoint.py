@@ -1,5 +1,6 @@
 """Checkpoint tensors land where the model reads them, and what has no place is refused."""
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ import pytest
 from models.config import ModelConfig
 from models.errors import ModelLoadError
 from models.loading.checkpoint import CheckpointLoader
+from models.loading.stored_tensor import StoredTensor
 from models.weight_layout import WeightStore
+from tests.models.stored_tensors import all_stored
 from tests.models.tiny_models import make_layout, one_device, tiny_config
 
 D, H, K, G, F, LAYERS = 10, 4, 2, 2, 3, 3
@@ -84,7 +87,7 @@ def load(tensors: dict[str, np.ndarray], config: ModelConfig | None = None):
     config = config or tiny_config()
     layout = make_layout(config, "none")
     store = WeightStore(layout, one_device())
-    CheckpointLoader(config, store).load(iter(tensors.items()))
+    CheckpointLoader(config, store).load(all_stored(tensors))
     leaves = store.leaves()
     return lambda path: np.asarray(leaves[layout.locate(path)[0]])
 
@@ -263,7 +266,7 @@ def test_errors_begin_with_the_place_of_the_checkpoint():
     config = tiny_config()
     loader = CheckpointLoader(config, WeightStore(make_layout(config), one_device()), "/m")
     with pytest.raises(ModelLoadError, match="^/m: the checkpoint must hold every tensor"):
-        loader.load(iter({}.items()))
+        loader.load([])
 
 
 def test_a_parameter_under_two_names_is_refused():
@@ -317,16 +320,18 @@ def test_host_memory_holds_at_most_one_layer_of_a_checkpoint():
     def count() -> int:
         return sum(size for reference, size in alive.values() if reference() is not None)
 
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+    def read(name: str) -> np.ndarray:
         nonlocal peak
-        for name, shape in shapes.items():
-            tensor = np.ones(shape, np.float32)
-            alive[name] = weakref.ref(tensor), tensor.nbytes
-            peak = max(peak, count())
-            yield name, tensor
-            del tensor
+        tensor = np.ones(shapes[name], np.float32)
+        alive[name] = weakref.ref(tensor), tensor.nbytes
+        peak = max(peak, count())
+        return tensor
 
-    shapes = _checkpoint_shapes(config)
+    def tensors() -> Iterator[tuple[str, StoredTensor]]:
+        for name, shape in shapes.items():
+            yield name, StoredTensor(shape, np.dtype(np.float32), functools.partial(read, name))
+
+    shapes = checkpoint_shapes(config)
     of_layer = sum(int(np.prod(s)) * 4 for name, s in shapes.items() if ".layers.0." in name)
     for stack in ("none", "all"):
         store = WeightStore(make_layout(config, stack), one_device())
@@ -337,7 +342,7 @@ def test_host_memory_holds_at_most_one_layer_of_a_checkpoint():
     assert max(int(np.prod(shape)) * 4 for shape in shapes.values()) < peak <= of_layer
 
 
-def _checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     N, K, V = config.num_attention_heads, config.num_key_value_heads, config.vocab_size
     of_layer = {

@@ -221,6 +221,10 @@ ROPE_REFUSALS = {
         {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0},
         "mscale is not supported with rope type yarn",
     ),
+    "yarn with its ramp uncut": (
+        {"rope_type": "yarn", "factor": 4.0, "truncate": False},
+        "truncate must be True with rope type yarn",
+    ),
     "an unknown type by its old name": ({"type": "su"}, "type must be one of .*; got 'su'"),
     "a type that is no name": ({"rope_type": ["linear"]}, "rope_type must be one of"),
     "linear without a factor": ({"type": "linear"}, "factor must be .* above 0; got None"),

@@ -503,6 +503,25 @@ def test_the_embedded_model_is_found_without_importing_its_package():
     config = ModelConfig.from_dict(file.config_dict())
     assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (30, 576, 64)
     assert config.tie_word_embeddings and config.rope_theta == 100000.0
-    name, values = next(iter(file.tensors()))
+    name, tensor = next(iter(file.tensors()))
+    values = tensor.array()
     assert name == "model.embed_tokens.weight" and values.shape == (49152, 576)
     assert np.isfinite(values).all() and 0.01 < values.std() < 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("llama." + "x" * 5000, "a"), ("llama.\n\x1b[31m", "a"), ("general.architecture", "m" * 5000)],
+)
+def test_what_a_file_writes_into_an_error_stays_short_and_on_one_line(tmp_path, key, value):
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", value if key.startswith("general") else "llama")
+    writer.add_block_count(1)
+    if key.startswith("llama"):
+        writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError) as caught:
+        GgufFile(tmp_path / "t.gguf").config_dict()
+    message = str(caught.value).removeprefix(str(tmp_path))
+    assert len(message) < 500 and message.isprintable()

@@ -9,11 +9,13 @@ import pytest
 
 from models.config import ModelConfig
 from models.errors import ModelLoadError
+from models.family_settings import KNOWN_ARCHITECTURES
 from models.loading import source
 from models.loading.gguf import GgufFile
 from models.loading.hub import HubAccess
 from models.loading.safetensors import SafetensorsFolder
 from models.loading.source import find_model, open_model, open_source
+from models.registry import model_class
 from tests.goldens_loader import GOLDENS_FOLDER
 from tests.models.test_loading_gguf import checkpoint, split_model
 from tests.models.test_loading_gguf import write as write_gguf
@@ -183,3 +185,23 @@ def test_one_sentence_refuses(name, config_folder, gguf_path, tmp_path_factory):
         list(opened.tensors())
     message = str(error.value)
     assert str(path) in message and sentence in message and "\n" not in message
+
+
+def test_layers_without_weights_are_refused_before_anything_is_built(gguf_path):
+    for path in (FOLDER, gguf_path):
+        opened = open_model(str(path), "auto")
+        assert opened.model_config().num_hidden_layers == 2
+    with pytest.raises(ModelLoadError, match="llama_gqa/config.json: num_hidden_layers .* got 9$"):
+        open_model(str(FOLDER), "auto").model_config({"num_hidden_layers": 9})
+    assert open_model(str(FOLDER), "dummy").model_config({"num_hidden_layers": 9})
+
+
+def test_an_unknown_architecture_is_refused_by_file_and_name(config_folder):
+    opened = open_model(str(config_folder), "dummy")
+    with pytest.raises(ModelLoadError, match="config.json: architectures must .*; got 'FooForCau"):
+        opened.model_config({"architectures": ["FooForCausalLM"]})
+
+
+def test_every_family_with_settings_has_a_class():
+    for name in KNOWN_ARCHITECTURES:
+        assert model_class(name).__name__ == name

@@ -11,6 +11,7 @@ import pytest
 
 from models.layers import compute_logits
 from models.weight_layout import Stack, WeightLayout, WeightStore, make_dummy_leaves
+from tests.models.stored_tensors import one_piece
 from tests.models.tiny_models import (
     make_layout,
     one_device,
@@ -26,11 +27,15 @@ PER_LAYER = {"LlamaForCausalLM": (4, 2), "Qwen3ForCausalLM": (4, 4)}
 """Parameters of more than one axis, and vectors, in each layer."""
 
 
+def put(store: WeightStore, path: str, value: np.ndarray) -> None:
+    store.put(path, one_piece(value))
+
+
 def load(layout: WeightLayout, order: Sequence[int] | None = None) -> list[jax.Array]:
     """The random parameters, put in this order."""
     store, values = WeightStore(layout, one_device()), list(random_parameters(layout).items())
     for index in order if order is not None else range(len(values)):
-        store.put(*values[index])
+        put(store, *values[index])
     return store.leaves()
 
 
@@ -116,7 +121,7 @@ def test_a_parameter_of_the_wrong_shape_is_refused(stack):
     store, path = WeightStore(layout, one_device()), "layers.1.input_layernorm.weight"
     message = rf"{path} must have shape \(10,\); got \(10, 1\)"
     with pytest.raises(ValueError, match=message):
-        store.put(path, np.ones((10, 1), np.float32))
+        put(store, path, np.ones((10, 1), np.float32))
     assert path in store.missing
 
 
@@ -127,10 +132,10 @@ def test_what_was_not_put_is_missing():
     absent = "layers.2.self_attn.o_proj.weight"
     for path, value in values.items():
         if path != absent:
-            store.put(path, value)
+            put(store, path, value)
     assert store.missing == (absent,)
     assert store.expects(absent) and not store.expects("layers.3.self_attn.o_proj.weight")
-    store.put(absent, values[absent])
+    put(store, absent, values[absent])
     assert store.missing == ()
 
 
@@ -144,7 +149,7 @@ def test_a_stack_is_updated_in_place():
     for layer in range(LAYERS):
         path = f"layers.{layer}.mlp.down_proj.weight"
         before = [x for x in jax.live_arrays() if x.shape == shape and id(x) not in others]
-        store.put(path, values[path])
+        put(store, path, values[path])
         assert len(before) == (layer > 0)
         assert all(stack.is_deleted() for stack in before)
 
@@ -159,7 +164,7 @@ def test_putting_holds_the_weights_and_one_parameter_more(stack):
     before = total_bytes(jax.live_arrays())
     store, peak = WeightStore(layout, one_device()), 0
     for path, value in values.items():
-        store.put(path, value)
+        put(store, path, value)
         peak = max(peak, total_bytes(jax.live_arrays()) - before)
     assert layout.num_bytes <= peak <= layout.num_bytes + largest
     assert len(store.leaves()) == len(layout.leaves)
