@@ -2,19 +2,18 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import enum
 import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.messages import (
     AbortRequest,
     AddRequest,
+    BadFrameError,
     EngineInfo,
     EngineReady,
     EngineStats,
@@ -25,28 +24,21 @@ from jaxserve.distributed.messages import (
     StepNews,
 )
 from jaxserve.distributed.socket_client import SocketClient
-from jaxserve.errors import (
-    EngineDeadError,
-    EngineNotReadyError,
-    InvalidRequestError,
-    RequestTooLongError,
-)
+from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
 from jaxserve.front_end import FrontEnd
 from jaxserve.model_files import localize
+from jaxserve.observers import Observers
+from jaxserve.open_requests import OpenRequests
 from jaxserve.outputs import RequestOutput
 from jaxserve.prompts import Message, Prompt
 from jaxserve.request import Request
 from jaxserve.request_loop import Submission
 from jaxserve.request_maker import Params, RequestMaker
+from jaxserve.request_preparer import RequestPreparer
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-NUM_TEXT_THREADS = 4
-"""Threads that render and tokenize; the event loop does neither."""
-WATCHDOG_SECONDS = 30.0
-"""An engine with work that brings nothing for so long counts as stalled."""
 
 
 class EngineState(enum.StrEnum):
@@ -56,26 +48,6 @@ class EngineState(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
     DEAD = "dead"
-
-
-class EngineObserver(Protocol):
-    """Hears what happens in an engine, for metrics. What it raises is logged, and no more."""
-
-    def added(self, request: Request) -> None:
-        """A request was sent to the engine."""
-        ...
-
-    def stepped(self, stats: EngineStats) -> None:
-        """A step is done."""
-        ...
-
-    def gave(self, request: Request, output: RequestOutput) -> None:
-        """A request has an output; the last one is `finished`."""
-        ...
-
-    def aborted(self, request: Request) -> None:
-        """A request's client has gone before its end."""
-        ...
 
 
 class AsyncLLMEngine:
@@ -108,11 +80,12 @@ class AsyncLLMEngine:
         self.state, self.progress = EngineState.NEW, ("load", 0, 1)
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
-        self.observers: list[EngineObserver] = []
+        self.observers = Observers()
         self.is_refused = False
-        self._processor = self.front_end.output_processor()
-        self._inboxes: dict[str, _Inbox] = {}
-        self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        self._requests = OpenRequests(self.front_end.output_processor())
+        self._preparer = RequestPreparer()
+        self._client: SocketClient | None = None
+        self._receiving: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._error: EngineDeadError | None = None
         self._last_news_seconds = time.monotonic()
@@ -123,10 +96,26 @@ class AsyncLLMEngine:
         return cls(engine_args)
 
     async def start(self) -> None:
-        """Start the engine process and return; `wait_until_ready` waits for it."""
+        """Start the engine process and return; `wait_until_ready` waits for it.
+
+        Raises:
+          EngineDeadError: the process could not be started, or the engine was closed.
+          RuntimeError: it was started before.
+        """
+        self._check_not_dead()
+        if self.state is not EngineState.NEW:
+            raise RuntimeError(f"start must be called once; got an engine that is {self.state}")
         self.state = EngineState.STARTING
-        self._client = await SocketClient.start(localize(self.config, self.front_end.opened))
-        self._receiving = asyncio.create_task(self._receive_all(), name="engine news")
+        try:
+            client = await SocketClient.start(localize(self.config, self.front_end.opened))
+        except OSError as error:
+            self._die(EngineDeadError(f"the engine process cannot be started: {error}"))
+            raise EngineDeadError(str(self._error)) from error
+        if self._error is not None:  # closed in the meantime
+            await client.close(at_once=True)
+        self._check_not_dead()
+        self._client = client
+        self._receiving = asyncio.create_task(self._receive_all(client), name="engine news")
 
     async def wait_until_ready(self) -> EngineInfo:
         """Wait for the engine to take requests.
@@ -135,14 +124,14 @@ class AsyncLLMEngine:
           EngineDeadError: it has refused its model or settings, or has ended.
         """
         await self._started.wait()
-        if self.info is None or self._error is not None:
-            raise self._error or EngineDeadError("the engine process has ended")
+        self._check_not_dead()
+        assert self.info is not None
         return self.info
 
     @property
     def num_unfinished_requests(self) -> int:
         """Requests whose clients wait."""
-        return len(self._inboxes)
+        return len(self._requests)
 
     @property
     def error(self) -> EngineDeadError | None:
@@ -151,18 +140,16 @@ class AsyncLLMEngine:
 
     @property
     def seconds_since_news(self) -> float:
-        """Age of the engine's newest message; 0 while it has nothing to do."""
-        return time.monotonic() - self._last_news_seconds if self._inboxes else 0.0
+        """Age of the engine's newest message; 0 while it has nothing to do.
 
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the engine has work and has been silent for too long."""
-        return self.state is EngineState.READY and self.seconds_since_news > WATCHDOG_SECONDS
+        What a slow client has not taken yet is no work of the engine.
+        """
+        return time.monotonic() - self._last_news_seconds if self._requests.num_working else 0.0
 
     @property
     def process_id(self) -> int:
         """Of the engine process."""
-        return self._client.process_id
+        return self._running_client.process_id
 
     async def prepare_prompts(
         self,
@@ -185,8 +172,8 @@ class AsyncLLMEngine:
           EngineNotReadyError: the engine has not started.
           EngineDeadError: it has ended.
         """
-        prepare = self._maker().of_prompts
-        return await self._prepare(prepare, prompts, sampling_params, _kind(is_stream), request_id)
+        make = functools.partial(self._maker().of_prompts, prompts, sampling_params)
+        return await self._prepare(make, _kind(is_stream), request_id)
 
     async def prepare_chat(
         self,
@@ -204,39 +191,44 @@ class AsyncLLMEngine:
           EngineNotReadyError: the engine has not started.
           EngineDeadError: it has ended.
         """
-        prepare = functools.partial(self._maker().of_chats, **options)
-        kind = _kind(is_stream)
-        return (await self._prepare(prepare, messages, sampling_params, kind, request_id))[0]
+        make = functools.partial(self._maker().of_chats, messages, sampling_params, **options)
+        return (await self._prepare(make, _kind(is_stream), request_id))[0]
 
     async def in_text_thread[T](self, work: Callable[[], T]) -> T:
-        """Run text work without holding up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
+        """Run text work without holding up the event loop.
+
+        Raises:
+          EngineDeadError: the engine was closed.
+          Exception: what the work raises.
+        """
+        return await self._preparer.run(work)
 
     async def stream(self, submission: Submission) -> AsyncGenerator[RequestOutput]:
         """The outputs of a prepared request; leaving early ends it in the engine.
 
-        Outputs that come faster than they are taken are joined.
+        Nothing runs before the first output is asked for. Outputs that come faster than they are
+        taken are joined.
 
         Raises:
+          InvalidRequestError: the id is in use, or the request is too large for the engine.
           EngineDeadError: the engine has ended.
         """
-        request, text = submission
         self._check_alive()
-        inbox = _Inbox(request)
-        self._processor.add(request, text)
-        self._inboxes[request.request_id] = inbox
-        if len(self._inboxes) == 1:
-            self._last_news_seconds = time.monotonic()
-        self._client.send(AddRequest.of(request))
-        self._tell("added", request)
+        inbox = self._requests.open(submission)
         try:
+            if self._requests.num_working == 1:
+                self._last_news_seconds = time.monotonic()
+            self._add(inbox.sent)
+            self.observers.tell("added", inbox.request)
             is_finished = False
             while not is_finished:
                 output = await inbox.take()
                 is_finished = output.finished
                 yield output
         finally:
-            self._leave(request.request_id)
+            if self._requests.close(inbox) and self._error is None:
+                self._running_client.send(AbortRequest(inbox.sent.request_id))
+                self.observers.tell("aborted", inbox.request)
 
     async def generate(
         self,
@@ -254,8 +246,8 @@ class AsyncLLMEngine:
         kind = RequestOutputKind.CUMULATIVE
         if isinstance(sampling_params, SamplingParams):
             kind = sampling_params.output_kind
-        prepare = self._maker().of_prompts
-        submissions = await self._prepare(prepare, prompt, sampling_params, kind, request_id)
+        make = functools.partial(self._maker().of_prompts, prompt, sampling_params)
+        submissions = await self._prepare(make, kind, request_id)
         if len(submissions) != 1:
             rule = "must be one, since its outputs are streamed"
             raise InvalidRequestError.for_field("prompt", rule, len(submissions))
@@ -265,9 +257,9 @@ class AsyncLLMEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with an output whose finish reason is "abort"."""
-        inbox = self._inboxes.get(request_id)
-        if inbox is not None:
-            self._client.send(AbortRequest(request_id))
+        engine_id = self._requests.engine_id(request_id)
+        if engine_id is not None:
+            self._running_client.send(AbortRequest(engine_id))
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
@@ -285,52 +277,68 @@ class AsyncLLMEngine:
 
     async def close(self) -> None:
         """End the engine process; unfinished requests end with EngineDeadError."""
-        if self.state is not EngineState.NEW:
-            was_ready = self.state is EngineState.READY
-            self._die(EngineDeadError("the engine was closed"))
+        was_ready = self.state is EngineState.READY
+        self._die(EngineDeadError("the engine was closed"))
+        self._preparer.close()
+        if self._receiving is not None:
             self._receiving.cancel()
+        if self._client is not None:
             await self._client.close(at_once=not was_ready)
-        self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     def kill(self) -> None:
-        """End the engine process at once."""
-        if self.state in (EngineState.STARTING, EngineState.READY):
+        """End the engine process at once; `close` still waits for its end."""
+        if self._client is not None:
             self._client.kill()
+
+    @property
+    def _running_client(self) -> SocketClient:
+        assert self._client is not None
+        return self._client
 
     def _maker(self) -> RequestMaker:
         self._check_alive()
         return self._request_maker
 
-    def _check_alive(self) -> None:
+    def _check_not_dead(self) -> None:
         if self._error is not None:
-            raise self._error
+            # Without this an error that is raised again and again keeps all frames of all times.
+            raise self._error.with_traceback(None)
+
+    def _check_alive(self) -> None:
+        self._check_not_dead()
         if self.state is not EngineState.READY:
             raise EngineNotReadyError("the engine must be ready; it is still starting")
 
     async def _prepare(
         self,
-        prepare: Callable[[Any, Any, RequestOutputKind], list[Submission]],
-        prompts: Any,
-        params: Any,
+        make: Callable[[RequestOutputKind], list[Submission]],
         kind: RequestOutputKind,
         request_id: str | None,
     ) -> list[Submission]:
-        max_tokens = self._max_tokens_per_sequence
+        return await self._preparer.prepare(
+            functools.partial(make, kind),
+            max_tokens_per_sequence=self._max_tokens_per_sequence,
+            request_id=request_id,
+        )
 
-        def work() -> list[Submission]:
-            submissions = prepare(prompts, params, kind)
-            for request, _ in submissions:
-                check_pool_length(request, max_tokens)
-            return _named(submissions, request_id)
+    def _add(self, request: Request) -> None:
+        """Send a request; what no frame can hold is the client's fault."""
+        try:
+            self._running_client.send(AddRequest.of(request))
+        except (BadFrameError, OverflowError, TypeError) as error:
+            raise InvalidRequestError(f"the request must fit a message: {error}") from error
 
-        return await self.in_text_thread(work)
-
-    async def _receive_all(self) -> None:
+    async def _receive_all(self, client: SocketClient) -> None:
+        """Take the engine's news to its end, or to a fault of ours: then nobody waits for ever."""
         try:
             while True:
-                self._take(await self._client.receive())
+                self._take(await client.receive())
         except EngineDeadError as error:
             self._die(self._error or error)
+        except Exception as error:
+            logger.exception("news of the engine could not be taken")
+            self._die(EngineDeadError(f"news could not be taken: {type(error).__name__}"))
+            client.kill()
 
     def _take(self, message: FromEngine) -> None:
         self._last_news_seconds = time.monotonic()
@@ -344,117 +352,34 @@ class AsyncLLMEngine:
             case StartRefused():
                 self._error, self.is_refused = EngineDeadError(message.message), True
             case RequestRefused():
-                self._refuse(message)
+                # The door's checks should have refused it; no client waits for what is not run.
+                refusal = InvalidRequestError(message.message)
+                self._requests.refuse(message.request_id, refusal)
 
     def _become_ready(self, info: EngineInfo) -> None:
         self.info, self.state = info, EngineState.READY
         self._max_tokens_per_sequence = info.max_tokens_per_sequence
         self._request_maker = self.front_end.request_maker(info.max_model_len)
-        logger.info("%s, ready after %.1f s", info.memory_bill, sum(info.seconds.values()))
+        logger.info("the engine is ready after %.1f s", sum(info.seconds.values()))
         self._started.set()
 
     def _take_step(self, news: StepNews) -> None:
         self.stats = news.stats
-        step = self._processor.process(news.updates)
+        step = self._requests.process(news.updates)
         for stop in step.aborts:
-            self._client.send(stop)
+            self._running_client.send(stop)
         for output in step.outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is not None:
-                self._tell("gave", inbox.request, output)
-                inbox.put(output)
-        self._tell("stepped", news.stats)
-
-    def _refuse(self, message: RequestRefused) -> None:
-        """The door's checks should have refused it; so a client never waits for what is not run."""
-        self._processor.drop(message.request_id)
-        inbox = self._inboxes.get(message.request_id)
-        if inbox is not None:
-            inbox.fail(InvalidRequestError(message.message))
-
-    def _leave(self, request_id: str) -> None:
-        """A stream has ended, at its end or before."""
-        inbox = self._inboxes.pop(request_id)
-        if self._processor.drop(request_id) and self._error is None:
-            self._client.send(AbortRequest(request_id))
-            self._tell("aborted", inbox.request)
+            self.observers.tell("gave", self._requests.deliver(output), output)
+        self.observers.tell("stepped", news.stats)
 
     def _die(self, error: EngineDeadError) -> None:
         """Tell all who wait."""
         if self.state is EngineState.DEAD:
             return
         self.state, self._error = EngineState.DEAD, error
-        for inbox in self._inboxes.values():
-            inbox.fail(error)
+        self._requests.fail_all(error)
         self._started.set()
-
-    def _tell(self, event: str, *arguments: Any) -> None:
-        for observer in self.observers:
-            try:
-                getattr(observer, event)(*arguments)
-            except Exception:
-                logger.exception("an observer failed in %s", event)
-
-
-class _Inbox:
-    """The outputs of one request that nobody has taken yet, joined into one."""
-
-    def __init__(self, request: Request):
-        self.request = request
-        self._output: RequestOutput | None = None
-        self._error: Exception | None = None
-        self._has_news = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        """Add an output."""
-        if self._output is None:
-            self._output = output
-        else:
-            is_delta = self.request.sampling_params.output_kind is RequestOutputKind.DELTA
-            self._output.add(output, aggregate=is_delta)
-        self._has_news.set()
-
-    def fail(self, error: Exception) -> None:
-        """Raise an error where outputs are taken; outputs before it are still given."""
-        self._error = error
-        self._has_news.set()
-
-    async def take(self) -> RequestOutput:
-        """All outputs since the last call; waits for one."""
-        await self._has_news.wait()
-        output, self._output = self._output, None
-        if output is None:
-            assert self._error is not None
-            raise self._error
-        if self._error is None:
-            self._has_news.clear()
-        return output
-
-
-def check_pool_length(request: Request, max_tokens_per_sequence: int) -> None:
-    """Refuse at the door what the engine would: a request that can never fit its pages."""
-    num_prompt, num_output = len(request.prompt_token_ids), request.sampling_params.max_tokens or 1
-    if num_prompt + num_output > max_tokens_per_sequence:
-        raise RequestTooLongError(
-            f"prompt and max_tokens must fit the KV cache of {max_tokens_per_sequence} tokens; got "
-            f"{num_prompt} + {num_output}; lower max_tokens or shorten the prompt",
-            parameter="max_tokens",
-            value=num_output,
-        )
 
 
 def _kind(is_stream: bool) -> RequestOutputKind:
     return RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
-
-
-def _named(submissions: list[Submission], request_id: str | None) -> list[Submission]:
-    if request_id is None:
-        return submissions
-    if len(submissions) == 1:
-        names = [request_id]
-    else:
-        names = [f"{request_id}-{index}" for index in range(len(submissions))]
-    return [
-        (dataclasses.replace(request, request_id=name), text)
-        for (request, text), name in zip(submissions, names, strict=True)
-    ]

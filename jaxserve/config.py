@@ -1,15 +1,21 @@
 """EngineConfig: what an engine is asked to be; no JAX."""
 
 import difflib
-import math
 import os
-import types
 from dataclasses import dataclass, fields
-from typing import Any, get_args, get_origin
+from typing import Any
 
+from jaxserve.config_fields import (
+    KIND_NAMES,
+    check_choice,
+    check_json,
+    check_range,
+    check_types,
+    field_error,
+    flag,
+)
 from jaxserve.errors import EngineConfigError, describe_value
 from jaxserve.loading_config import LOAD_FORMATS, LoadingConfig
-from jaxserve.loading_config import flag as _flag
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 BACKENDS = ("mosaic", "xla")
@@ -25,35 +31,35 @@ class EngineConfig(LoadingConfig):
       EngineConfigError: a value breaks its rule.
     """
 
-    skip_tokenizer_init: bool = _flag(False, "take and give token ids only", "model")
-    dtype: str = _flag("auto", "type of weights and computation", "model")
-    chat_template: str | None = _flag(None, "path or text of a Jinja chat template", "model")
-    seed: int = _flag(0, "of dummy weights and of requests without a seed", "model")
-    max_model_len: int | None = _flag(None, "tokens of prompt and output together", "memory")
-    gpu_memory_utilization: float = _flag(0.92, "share of the GPU's memory to use", "memory")
-    kv_cache_memory_bytes: int | None = _flag(None, "bytes of keys and values", "memory")
-    num_gpu_blocks_override: int | None = _flag(None, "number of pages", "memory")
-    block_size: int = _flag(16, "tokens in a page", "memory")
-    stored_head_dim: int | None = _flag(None, "head dim in memory: 64, 128 or 256", "memory")
-    max_num_seqs: int | None = _flag(None, "sequences that run at the same time", "scheduler")
-    max_num_batched_tokens: int | None = _flag(None, "tokens of one step", "scheduler")
-    long_prefill_token_threshold: int = _flag(
+    skip_tokenizer_init: bool = flag(False, "take and give token ids only", "model")
+    dtype: str = flag("auto", "type of weights and computation", "model")
+    chat_template: str | None = flag(None, "path or text of a Jinja chat template", "model")
+    seed: int = flag(0, "of dummy weights and of requests without a seed", "model")
+    max_model_len: int | None = flag(None, "tokens of prompt and output together", "memory")
+    gpu_memory_utilization: float = flag(0.92, "share of the GPU's memory to use", "memory")
+    kv_cache_memory_bytes: int | None = flag(None, "bytes of keys and values", "memory")
+    num_gpu_blocks_override: int | None = flag(None, "number of pages", "memory")
+    block_size: int = flag(16, "tokens in a page", "memory")
+    stored_head_dim: int | None = flag(None, "head dim in memory: 64, 128 or 256", "memory")
+    max_num_seqs: int | None = flag(None, "sequences that run at the same time", "scheduler")
+    max_num_batched_tokens: int | None = flag(None, "tokens of one step", "scheduler")
+    long_prefill_token_threshold: int = flag(
         0, "prompt tokens that one sequence gets in a step at most; 0 = no limit", "scheduler"
     )
-    max_steps_in_flight: int = _flag(2, "steps dispatched before the first is read", "scheduler")
-    row_buckets: tuple[int, ...] | None = _flag(None, "padded rows of decode steps", "execution")
-    token_buckets: tuple[int, ...] | None = _flag(
+    max_steps_in_flight: int = flag(2, "steps dispatched before the first is read", "scheduler")
+    row_buckets: tuple[int, ...] | None = flag(None, "padded rows of decode steps", "execution")
+    token_buckets: tuple[int, ...] | None = flag(
         None, "padded tokens of steps with prompt tokens", "execution"
     )
-    attention_backend: str | None = _flag(None, f"one of {', '.join(BACKENDS)}", "execution")
-    tensor_parallel_size: int = _flag(1, "devices that share each layer", "execution")
-    compilation_cache_dir: str | None = _flag(
+    attention_backend: str | None = flag(None, f"one of {', '.join(BACKENDS)}", "execution")
+    tensor_parallel_size: int = flag(1, "devices that share each layer", "execution")
+    compilation_cache_dir: str | None = flag(
         None, "where compiled programs are kept; ~/.cache/jaxserve if not given", "execution"
     )
-    stacked_weights: str | None = _flag(
+    stacked_weights: str | None = flag(
         None, "weights kept as one array for all layers: none, vectors or all", "execution"
     )
-    max_logprobs: int = _flag(20, "largest number of log-probabilities of a token", "model")
+    max_logprobs: int = flag(20, "largest number of log-probabilities of a token", "model")
 
     def __post_init__(self) -> None:
         """Check the values; list and dict arguments become immutable or private."""
@@ -64,24 +70,25 @@ class EngineConfig(LoadingConfig):
         if self.served_model_name is not None:
             names = self._checked_names("served_model_name", self.served_model_name)
             object.__setattr__(self, "served_model_name", names)
-        for item in fields(self):
-            self._check_type(item.name, item.type)
-        self._check_choice("load_format", LOAD_FORMATS)
-        self._check_choice("dtype", DTYPES)
-        self._check_choice("stacked_weights", (None, "none", "vectors", "all"))
-        self._check_choice("attention_backend", (None, *BACKENDS))
+        check_types(self, _KIND_NAMES)
+        for name in ("hf_overrides", "override_generation_config"):
+            check_json(self, name)
+        check_choice(self, "load_format", LOAD_FORMATS)
+        check_choice(self, "dtype", DTYPES)
+        check_choice(self, "stacked_weights", (None, "none", "vectors", "all"))
+        check_choice(self, "attention_backend", (None, *BACKENDS))
         for name in _POSITIVE:
-            self._check_int(name, 1)
-        self._check_int("long_prefill_token_threshold", 0)
-        self._check_int("seed", -(2**63), 2**63 - 1)
+            check_range(self, name, 1)
+        check_range(self, "long_prefill_token_threshold", 0)
+        check_range(self, "seed", -(2**63), 2**63 - 1)
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise self._error("gpu_memory_utilization", "must be in (0, 1]")
+            raise field_error(self, "gpu_memory_utilization", "must be in (0, 1]")
         if self.block_size & (self.block_size - 1) or not 16 <= self.block_size <= 128:
-            raise self._error("block_size", "must be 16, 32, 64 or 128")
+            raise field_error(self, "block_size", "must be 16, 32, 64 or 128")
         if self.stored_head_dim not in (None, 64, 128, 256):
-            raise self._error("stored_head_dim", "must be 64, 128 or 256")
+            raise field_error(self, "stored_head_dim", "must be 64, 128 or 256")
         if not 0 <= self.max_logprobs <= 20:
-            raise self._error("max_logprobs", "must be in [0, 20]")
+            raise field_error(self, "max_logprobs", "must be in [0, 20]")
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> "EngineConfig":
@@ -110,54 +117,22 @@ class EngineConfig(LoadingConfig):
     def _checked_sizes(self, name: str, value: Any) -> tuple[int, ...]:
         is_list = isinstance(value, list | tuple) and len(value) > 0
         if not is_list or any(type(size) is not int or size < 1 for size in value):
-            raise self._error(name, "must be a list of positive integers")
+            raise field_error(self, name, "must be a list of positive integers")
         return tuple(sorted(set(value)))
 
     def _checked_names(self, name: str, value: Any) -> tuple[str, ...]:
         names = (value,) if isinstance(value, str) else value
         is_list = isinstance(names, list | tuple) and len(names) > 0
         if not is_list or not all(isinstance(text, str) and text for text in names):
-            raise self._error(name, "must be a name or a list of names")
+            raise field_error(self, name, "must be a name or a list of names")
         return tuple(dict.fromkeys(names))
 
-    def _check_type(self, name: str, annotation: Any) -> None:
-        """Check the kind of a value against the field's annotation."""
-        value, kinds = getattr(self, name), (annotation,)
-        if isinstance(annotation, types.UnionType):
-            kinds = get_args(annotation)
-        plain = tuple(get_origin(kind) or kind for kind in kinds)
-        if float in plain:
-            plain += (int,)
-        if isinstance(value, plain) and not (isinstance(value, bool) and bool not in plain):
-            return
-        raise self._error(name, f"must be {_NAME_OF_KIND[plain[0]]}")
 
-    def _check_choice(self, name: str, choices: tuple[str | None, ...]) -> None:
-        if getattr(self, name) not in choices:
-            raise self._error(name, f"must be one of {', '.join(filter(None, choices))}")
-
-    def _check_int(self, name: str, low: int, high: float = math.inf) -> None:
-        value = getattr(self, name)
-        if value is not None and value < low:
-            raise self._error(name, f"must be at least {low}")
-        if value is not None and value > high:
-            raise self._error(name, f"must be at most {high}")
-
-    def _error(self, name: str, rule: str) -> EngineConfigError:
-        value = getattr(self, name)
-        shown = f"a {type(value).__name__}" if name == "hf_token" else describe_value(value)
-        return EngineConfigError(f"{name} {rule}; got {shown}")
-
-
-_NAME_OF_KIND = {
+_KIND_NAMES = {
+    **KIND_NAMES,
     str: "text (objects are not supported in this release)",
-    bool: "True or False",
-    int: "an integer",
-    float: "a number",
     dict: "a dict (functions are not supported in this release)",
-    tuple: "a list of positive integers",
 }
-
 
 _POSITIVE = (
     "max_model_len",

@@ -1,4 +1,4 @@
-"""EngineClient: how the text side talks to an engine, in this process or (later) in another."""
+"""EngineClient: how RequestLoop talks to an engine; to one in another process see SocketClient."""
 
 from typing import Protocol
 

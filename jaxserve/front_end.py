@@ -16,6 +16,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat_template import check_chat_template
 from jaxserve.text.tokenizer import Tokenizer
 from models.config import ModelConfig
+from models.errors import ModelLoadError
 from models.loading.source import OpenedModel
 
 
@@ -48,16 +49,24 @@ class FrontEnd:
           EngineConfigError: a setting does not fit.
         """
         opened = open_configured_model(config)
-        return cls(
+        defaults = read_generation_defaults(config, opened.path)
+        front_end = cls(
             opened=opened,
             model_config=opened.model_config(config.hf_overrides),
             tokenizer=(
                 None if config.skip_tokenizer_init else load_configured_tokenizer(config, opened)
             ),
-            defaults=read_generation_defaults(config, opened.path),
+            defaults=defaults,
             chat_template=_read_chat_template(config.chat_template),
             max_logprobs=config.max_logprobs,
         )
+        num_ends = len(front_end.eos_token_ids)
+        if num_ends > MAX_STOP_IDS:
+            raise ModelLoadError(
+                f"{opened.path}: eos_token_id must name at most {MAX_STOP_IDS} tokens; "
+                f"got {num_ends}"
+            )
+        return front_end
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from jaxserve.engine_client import InProcessClient
 from jaxserve.environment import environment_settings
 from jaxserve.errors import EngineConfigError, InvalidRequestError, describe_value
 from jaxserve.front_end import FrontEnd
+from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import PromptProgress, StartProgress
 from jaxserve.prompts import Message, Prompt
@@ -20,6 +21,8 @@ from jaxserve.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.engine_builder import BuiltEngine
+    from jaxserve.llm_metrics import WatchedProcessor
+    from jaxserve.v1.metrics.reader import Metric
 
 
 class LLM:
@@ -45,6 +48,7 @@ class LLM:
         seed: int = 0,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.92,
+        disable_log_stats: bool = True,
         **engine_arguments: Any,
     ):
         """Load a model, plan the memory and compile the steps.
@@ -58,6 +62,7 @@ class LLM:
           seed: of dummy weights and of requests without a seed.
           tensor_parallel_size: devices that share each layer.
           gpu_memory_utilization: share of the GPU's memory.
+          disable_log_stats: False counts what `get_metrics` shows.
           engine_arguments: any other field of EngineConfig, under vLLM's names.
 
         Raises:
@@ -74,15 +79,15 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             **(environment_settings() | engine_arguments),
         )
-        self._start(config)
+        self._start(config, disable_log_stats=disable_log_stats)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
+    def from_config(cls, config: EngineConfig, *, disable_log_stats: bool = True) -> Self:
         """An LLM from a ready EngineConfig; raises as the constructor does."""
         if not isinstance(config, EngineConfig):
             raise EngineConfigError(f"config must be an EngineConfig; got {describe_value(config)}")
         llm = cls.__new__(cls)
-        llm._start(config)
+        llm._start(config, disable_log_stats=disable_log_stats)
         return llm
 
     @classmethod
@@ -90,18 +95,22 @@ class LLM:
         """`from_config` under vLLM's name; EngineArgs is EngineConfig here."""
         return cls.from_config(engine_args)
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, *, disable_log_stats: bool) -> None:
         """Read what is small first, so that mistakes are told before minutes of compilation."""
-        from jaxserve.engine_builder import build_engine
-
+        if not isinstance(disable_log_stats, bool):
+            got = describe_value(disable_log_stats)
+            raise EngineConfigError(f"disable_log_stats must be True or False; got {got}")
         front_end = FrontEnd.open(config)
+        from jaxserve.engine_builder import build_engine  # imports JAX, which takes seconds
+
         with StartProgress() as progress:
             self._built: BuiltEngine = build_engine(config, progress, opened=front_end.opened)
         self.config, self.model_config = config, self._built.model_config
         self._tokenizer, self._default_params = front_end.tokenizer, front_end.default_params
         self._maker = front_end.request_maker(self._built.limits.max_model_len)
-        client = InProcessClient(self._built.engine)
-        self._loop = RequestLoop(client, front_end.output_processor())
+        processor = front_end.output_processor()
+        self._watched = None if disable_log_stats else _watch(processor, config, self._built)
+        self._loop = RequestLoop(InProcessClient(self._built.engine), self._watched or processor)
 
     @property
     def engine(self) -> "Engine":
@@ -260,6 +269,16 @@ class LLM:
         """What a request without parameters gets: the model's generation config over defaults."""
         return self._default_params.clone()
 
+    def get_metrics(self) -> "list[Metric]":
+        """What was counted so far, as objects of `jaxserve.v1.metrics.reader`.
+
+        Raises:
+          EngineConfigError: the LLM was not made with `disable_log_stats=False`.
+        """
+        if self._watched is None:
+            raise EngineConfigError("disable_log_stats must be False for get_metrics; got True")
+        return self._watched.metrics()
+
     def get_world_size(self, include_dp: bool = True) -> int:
         """Devices that run the model; there is no data parallelism to leave out yet."""
         return self.config.tensor_parallel_size
@@ -285,6 +304,15 @@ class LLM:
                 "prompt", "must be one, since its outputs are streamed", len(submissions)
             )
         return self._loop.stream(submissions[0])
+
+
+def _watch(
+    processor: OutputProcessor, config: EngineConfig, built: "BuiltEngine"
+) -> "WatchedProcessor":
+    """Count what passes the processor; the metrics' library is loaded for those who want it."""
+    from jaxserve.llm_metrics import WatchedProcessor
+
+    return WatchedProcessor(processor, config, built)
 
 
 def _refuse_given(**arguments: Any) -> None:

@@ -1,14 +1,11 @@
 """LoadingConfig: which model an engine loads, from where, and under which names; no JAX."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.config_fields import flag
+
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
-
-
-def flag(default: Any, text: str, group: str, *, is_secret: bool = False) -> Any:
-    """A field whose command-line flag shows `text`; a secret stays out of repr."""
-    return field(default=default, repr=not is_secret, metadata={"help": text, "group": group})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,9 @@ import queue
 import threading
 from typing import TextIO
 
+LINE_START = "%(levelname)s %(asctime)s"
+"""How the lines of all our processes begin, in the style of `logging`."""
+TIME_FORMAT = "%m-%d %H:%M:%S"
 MAX_LINES = 10_000
 """Lines that wait for a reader of stderr; more are dropped and counted."""
 EXIT_SECONDS = 1.0

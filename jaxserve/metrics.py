@@ -4,7 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -57,6 +57,21 @@ class _Total:
         return delta >= 0
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What was counted of an unfinished request.
+
+    Attributes:
+      last_seconds: when its newest token came; None before the first.
+      num_tokens: of all its sequences.
+      ended: indices of sequences whose ends are counted.
+    """
+
+    last_seconds: float | None = None
+    num_tokens: int = 0
+    ended: set[int] = field(default_factory=set)
+
+
 def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
     """Count what goes wrong in metrics; it is none of the engine's business."""
 
@@ -75,9 +90,9 @@ def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
 class EngineMetrics(Collector):
     """Observes one engine, and shows it in a registry of its own.
 
-    Gauges are read from the engine when they are asked for, so they are never left over. Tokens
-    of a request whose outputs come at the end are counted at its end. A request with `n` above 1
-    counts once, under the reason of the sequence that ended last.
+    Gauges are read from the engine when they are asked for, so they are never left over. Output
+    tokens are counted as the engine's steps give them out, whoever is to see them, and when.
+    `vllm:request_success` counts each of a request's `n` sequences under its own reason.
 
     Args:
       engine: the engine.
@@ -97,10 +112,10 @@ class EngineMetrics(Collector):
         self._ttft = self._histograms["vllm:time_to_first_token_seconds"]
         self._token_gaps = self._histograms["vllm:inter_token_latency_seconds"]
         self._preemptions, self._bad_frames = _Total(), _Total()
-        self._steps, self._step_tokens = _Total(), _Total()
-        self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._steps, self._step_tokens, self._generation_tokens = _Total(), _Total(), _Total()
+        self._num_prompt_tokens = self._num_requests_ended = 0
         self._num_ended = dict.fromkeys(map(str, FinishReason), 0)
-        self._seen: dict[str, tuple[float, int]] = {}
+        self._seen: dict[str, _Seen] = {}
         self.registry.register(self)
 
     def added(self, request: Request) -> None:
@@ -115,6 +130,7 @@ class EngineMetrics(Collector):
             (self._bad_frames, stats.num_bad_frames),
             (self._steps, stats.num_steps),
             (self._step_tokens, stats.num_tokens),
+            (self._generation_tokens, stats.num_generation_tokens),
         ):
             if not total.follow(value):
                 self.num_errors += 1
@@ -124,38 +140,44 @@ class EngineMetrics(Collector):
 
     @_never_raises
     def gave(self, request: Request, output: RequestOutput) -> None:
-        """Count an output's tokens and the time since the one before."""
+        """Count an output's ends, and the time since the one before."""
         stats = output.metrics
         if stats is None:
             return
         seen = self._seen.get(output.request_id)
+        if seen is None:
+            seen = self._seen[output.request_id] = _Seen()
         if stats.last_token_ts is not None:
             num_tokens = stats.num_generation_tokens
-            if seen is None:
-                self._num_generation_tokens += num_tokens
+            if seen.last_seconds is None:
                 self._num_prompt_tokens += len(request.prompt_token_ids)
                 self._observe(self._ttft, stats.first_token_latency)
-            elif num_new := num_tokens - seen[1]:
-                self._num_generation_tokens += num_new
-                gap = (stats.last_token_ts - seen[0]) * len(output.outputs) / num_new
+            elif num_new := num_tokens - seen.num_tokens:
+                gap = (stats.last_token_ts - seen.last_seconds) * len(output.outputs) / num_new
                 self._token_gaps.observe(gap, num_new)
-            if not output.finished:
-                self._seen[output.request_id] = (stats.last_token_ts, num_tokens)
+            seen.last_seconds, seen.num_tokens = stats.last_token_ts, num_tokens
+        for sequence in output.outputs:
+            # Cumulative outputs show a sequence that has ended again and again.
+            reason = sequence.finish_reason
+            if reason is not None and sequence.index not in seen.ended:
+                seen.ended.add(sequence.index)
+                self._num_ended[reason] += 1
         if output.finished:
-            self._seen.pop(output.request_id, None)
-            self._count_end(request, output, stats)
+            del self._seen[output.request_id]
+            self._num_requests_ended += 1
+            self._observe_end(request, stats)
 
     @_never_raises
     def aborted(self, request: Request) -> None:
-        """Count a request whose client has gone."""
-        self._seen.pop(request.request_id, None)
-        self._num_ended[FinishReason.ABORT] += 1
+        """Count a request whose client has gone, and those of its sequences that had not ended."""
+        seen = self._seen.pop(request.request_id, None)
+        num_ended = 0 if seen is None else len(seen.ended)
+        self._num_ended[FinishReason.ABORT] += request.sampling_params.n - num_ended
+        self._num_requests_ended += 1
 
-    def _count_end(self, request: Request, output: RequestOutput, stats: RequestStateStats) -> None:
-        """Count a finished request."""
+    def _observe_end(self, request: Request, stats: RequestStateStats) -> None:
+        """Observe the times and counts of a finished request."""
         params, num_tokens = request.sampling_params, stats.num_generation_tokens
-        reason = next((o.finish_reason for o in reversed(output.outputs) if o.finish_reason), None)
-        self._num_ended[reason or FinishReason.ABORT] += 1
         scheduled, first, last = stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts
         decode = _between(first, last)
         num_later = num_tokens - params.n
@@ -210,8 +232,8 @@ class EngineMetrics(Collector):
         for name, text, value in (
             ("vllm:num_preemptions", "Preemptions.", self._preemptions.value),
             ("vllm:prompt_tokens", "Prompt tokens processed.", self._num_prompt_tokens),
-            ("vllm:generation_tokens", "Output tokens generated.", self._num_generation_tokens),
-            ("vllm_requests", "Requests that ended.", sum(self._num_ended.values())),
+            ("vllm:generation_tokens", "Output tokens generated.", self._generation_tokens.value),
+            ("vllm_requests", "Requests that ended.", self._num_requests_ended),
             ("jaxserve:num_bad_frames", "Frames that held no message.", self._bad_frames.value),
             ("jaxserve:metric_errors", "Failures inside the metrics.", self.num_errors),
         ):
@@ -219,7 +241,9 @@ class EngineMetrics(Collector):
             counter.add_metric(self._labels, value)
             yield counter
         ended = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended.", labels=(*LABELS, "finished_reason")
+            "vllm:request_success",
+            "Sequences that ended, by reason.",
+            labels=(*LABELS, "finished_reason"),
         )
         for reason, count in self._num_ended.items():
             ended.add_metric((*self._labels, reason), count)

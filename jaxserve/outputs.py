@@ -23,10 +23,13 @@ def _ignore_unknown_arguments[T](cls: type[T]) -> type[T]:
 
     @functools.wraps(make)
     def __init__(self: T, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.keys() <= known:
+        try:  # and not a comparison beforehand: one is made for each token of each stream
+            make(self, *args, **kwargs)
+        except TypeError:
+            if kwargs.keys() <= known:
+                raise
             _warn_of_unknown(cls.__name__, tuple(sorted(kwargs.keys() - known)))
-            kwargs = {name: value for name, value in kwargs.items() if name in known}
-        make(self, *args, **kwargs)
+            make(self, *args, **{name: kwargs[name] for name in kwargs.keys() & known})
 
     cls.__init__ = __init__
     return cls
@@ -85,6 +88,12 @@ class RequestStateStats:
     first_token_ts: float | None = None
     last_token_ts: float | None = None
     first_token_latency: float | None = None
+
+    def copy(self) -> "RequestStateStats":
+        """What they are now; in a quarter of copy.copy's time, for each token of each stream."""
+        copied = object.__new__(RequestStateStats)
+        copied.__dict__.update(self.__dict__)
+        return copied
 
 
 @_ignore_unknown_arguments

@@ -6,15 +6,32 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jaxserve.engine_client import EngineClient
-from jaxserve.output_processor import OutputProcessor
+from jaxserve.output_processor import ProcessedStep
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import Request
+from jaxserve.step import SequenceUpdate
 
 type Submission = tuple[Request, str | None]
 """A request, and the text of its prompt if there was one."""
+
+
+class Processor(Protocol):
+    """What a loop needs of an OutputProcessor; its methods tell more."""
+
+    def add(self, request: Request, prompt_text: str | None = None) -> None:
+        """Expect a request's updates."""
+        ...
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a request; returns whether it was unfinished."""
+        ...
+
+    def process(self, updates: list[SequenceUpdate]) -> ProcessedStep:
+        """Make outputs of one step's updates."""
+        ...
 
 
 class RequestLoop:
@@ -27,7 +44,7 @@ class RequestLoop:
       output_seconds: host time spent on making outputs of tokens.
     """
 
-    def __init__(self, client: EngineClient, processor: OutputProcessor):
+    def __init__(self, client: EngineClient, processor: Processor):
         self._client, self._processor = client, processor
         self._inbox_of: dict[str, list[RequestOutput]] = {}
         self._left: list[str] = []

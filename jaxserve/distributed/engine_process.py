@@ -15,14 +15,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
 
 from jaxserve.config import EngineConfig
+from jaxserve.distributed.engine_facts import engine_info, engine_stats
 from jaxserve.distributed.messages import (
     HEADER_BYTES,
     AbortRequest,
     AddRequest,
     BadFrameError,
-    EngineInfo,
     EngineReady,
-    EngineStats,
     FromEngine,
     RequestRefused,
     Shutdown,
@@ -35,10 +34,10 @@ from jaxserve.distributed.messages import (
     encode_frame,
     frame_length,
 )
+from jaxserve.engine_client import InProcessClient
 from jaxserve.errors import EngineConfigError, JaxServeError
-from jaxserve.log_writer import LogWriter
+from jaxserve.log_writer import LINE_START, TIME_FORMAT, LogWriter
 from jaxserve.output_processor import StopAbort
-from jaxserve.request import FinishReason
 from models.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -126,6 +125,7 @@ class EngineLoop:
 
     def __init__(self, engine: "Engine", connection: EngineSocket):
         self._engine, self._connection = engine, connection
+        self._num_generation_tokens = 0
         self.is_leaving = False
 
     def run(self) -> None:
@@ -138,7 +138,13 @@ class EngineLoop:
         self._take_messages()
         if self._engine.has_unfinished and not self.is_leaving:
             updates = self._engine.step()
-            self._connection.send(StepNews(updates, self._stats()))
+            self._num_generation_tokens += sum([len(update.new_token_ids) for update in updates])
+            stats = engine_stats(
+                self._engine,
+                num_generation_tokens=self._num_generation_tokens,
+                num_bad_frames=self._connection.num_bad_frames,
+            )
+            self._connection.send(StepNews(updates, stats))
 
     def _take_messages(self) -> None:
         """All that have come; waits for one when there is nothing else to do."""
@@ -155,13 +161,7 @@ class EngineLoop:
             case AbortRequest():
                 self._engine.abort(message.request_id)
             case StopAbort():
-                self._engine.abort(
-                    message.request_id,
-                    message.index,
-                    finish_reason=FinishReason.STOP,
-                    stop_reason=message.stop,
-                    num_output_tokens=message.num_output_tokens,
-                )
+                InProcessClient(self._engine).stop(message)
             case Shutdown():
                 self.is_leaving = True
             case StartEngine():
@@ -173,18 +173,6 @@ class EngineLoop:
             self._engine.add(message.request())
         except (JaxServeError, ValueError) as error:
             self._connection.send(RequestRefused(message.request_id, str(error)))
-
-    def _stats(self) -> EngineStats:
-        scheduler, times = self._engine.scheduler, self._engine.times
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            kv_cache_usage=scheduler.kv_cache_usage,
-            num_preemptions=scheduler.num_preemptions,
-            num_steps=times.num_steps,
-            num_tokens=times.num_tokens,
-            num_bad_frames=self._connection.num_bad_frames,
-        )
 
 
 def serve(connection: EngineSocket) -> int:
@@ -202,7 +190,7 @@ def serve(connection: EngineSocket) -> int:
         connection.send(StartRefused(str(error)))
         connection.flush()
         return 2
-    connection.send(EngineReady(_info(built, message.config["block_size"])))
+    connection.send(EngineReady(engine_info(built, message.config["block_size"])))
     EngineLoop(built.engine, connection).run()
     return 0
 
@@ -216,21 +204,6 @@ def _build(message: StartEngine, connection: EngineSocket) -> "BuiltEngine":
     return build_engine(EngineConfig(**message.config), tell)
 
 
-def _info(built: "BuiltEngine", page_size: int) -> EngineInfo:
-    limits, scheduler = built.limits, built.engine.scheduler
-    return EngineInfo(
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        page_size=page_size,
-        num_pages=scheduler.num_pages,
-        max_tokens_per_sequence=scheduler.max_tokens_per_sequence,
-        device_kind=built.device_kind,
-        memory_bill=str(built.bill),
-        seconds=built.seconds,
-    )
-
-
 def main(file_descriptor: int, log_level: int) -> int:
     """Run an engine for the process at the other end of a connected socket.
 
@@ -239,22 +212,32 @@ def main(file_descriptor: int, log_level: int) -> int:
     Args:
       file_descriptor: of the socket.
       log_level: of that process.
+
+    Returns:
+      The exit status: 0 after Shutdown, 1 after a failure, 2 for what cannot be served.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     writer = LogWriter(sys.stderr)
     logging.basicConfig(
-        level=log_level, format="%(levelname)s engine: %(message)s", handlers=[writer]
+        level=log_level,
+        format=f"{LINE_START} engine: %(message)s",
+        datefmt=TIME_FORMAT,
+        handlers=[writer],
     )
     logging.getLogger("jax").setLevel(max(log_level, logging.WARNING))
     # Without the other process nobody can want a result, and the device's memory must come free.
     connection = EngineSocket(socket.socket(fileno=file_descriptor), when_gone=lambda: os._exit(1))
     connection.start()
-    return serve(connection)
+    try:
+        return serve(connection)
+    except Exception:
+        logger.exception("the engine has failed")
+        return 1
 
 
 if __name__ == "__main__":
     status = main(*map(int, sys.argv[1:]))
-    # Steps may be in flight, and an interpreter that ends while XLA's threads run is aborted.
+    # Programs may run or compile: an interpreter that ends meanwhile is aborted, or waits for them.
     logging.shutdown()
     os._exit(status)

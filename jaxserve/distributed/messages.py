@@ -55,6 +55,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
       kv_cache_usage: share of the pages that are held, in [0, 1].
       num_preemptions, num_steps, num_tokens: counts; tokens are those that steps computed.
       num_bad_frames: frames from outside that were no messages.
+      num_generation_tokens: output tokens that steps have given out.
     """
 
     num_running: int = 0
@@ -64,6 +65,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_steps: int = 0
     num_tokens: int = 0
     num_bad_frames: int = 0
+    num_generation_tokens: int = 0
 
 
 class StartEngine(msgspec.Struct, frozen=True, tag=True):
@@ -165,8 +167,15 @@ class BadFrameError(ValueError):
 
 
 def encode_frame(message: ToEngine | FromEngine) -> bytes:
-    """The bytes of a message, its length in front."""
+    """The bytes of a message, its length in front.
+
+    Raises:
+      BadFrameError: it is too long.
+      OverflowError: an integer has more than 64 bits.
+      TypeError: a value is of no type that messages hold.
+    """
     body = _encoder.encode(message)
+    _check_length(len(body))
     return _LENGTH.pack(len(body)) + body
 
 
@@ -177,8 +186,7 @@ def frame_length(header: bytes) -> int:
       BadFrameError: it is too long to be one.
     """
     (length,) = _LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise BadFrameError(f"frames must have at most {MAX_FRAME_BYTES} bytes; got {length}")
+    _check_length(length)
     return length
 
 
@@ -198,6 +206,11 @@ def decode_from_engine(body: bytes) -> FromEngine:
       BadFrameError: it is none.
     """
     return _decode(_from_engine, body)
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_FRAME_BYTES:
+        raise BadFrameError(f"frames must have at most {MAX_FRAME_BYTES} bytes; got {length}")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder, body: bytes) -> Any:

@@ -11,6 +11,7 @@ import logging
 import socket
 import subprocess
 import sys
+import time
 from typing import Self
 
 from jaxserve.config import EngineConfig
@@ -30,6 +31,9 @@ from jaxserve.errors import EngineDeadError
 
 EXIT_SECONDS = 5.0
 """An engine that was asked to leave, and does not within this time, is killed."""
+STATUS_SECONDS = 1.0
+"""A process whose socket has closed ends so soon, or its status is not told."""
+POLL_SECONDS = 0.01
 
 
 class SocketClient:
@@ -45,18 +49,23 @@ class SocketClient:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Self:
-        """Start an engine process; it loads and compiles, and tells of it in messages."""
+        """Start an engine process; it loads and compiles, and tells of it in messages.
+
+        Raises:
+          OSError: there is no process to be had.
+        """
         ours, theirs = socket.socketpair()
-        words = [str(theirs.fileno()), str(logging.getLogger("jaxserve").getEffectiveLevel())]
-        command = [sys.executable, "-P", "-m", "jaxserve.distributed.engine_process", *words]
         with theirs:
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
-        client = cls(process, reader, writer)
-        client.send(StartEngine(dataclasses.asdict(config)))
-        return client
+            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
+            try:
+                writer.write(encode_frame(StartEngine(dataclasses.asdict(config))))
+                process = subprocess.Popen(
+                    _command(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                )
+            except BaseException:
+                writer.close()
+                raise
+        return cls(process, reader, writer)
 
     @property
     def process_id(self) -> int:
@@ -78,30 +87,45 @@ class SocketClient:
             header = await self._reader.readexactly(HEADER_BYTES)
             return decode_from_engine(await self._reader.readexactly(frame_length(header)))
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise EngineDeadError(f"the engine process has ended{self._how_it_ended()}") from error
+            raise EngineDeadError(
+                f"the engine process has ended{await self._how_it_ended()}"
+            ) from error
         except BadFrameError as error:
             raise EngineDeadError(f"the engine process sent no message: {error}") from error
 
     async def close(self, *, at_once: bool = False) -> None:
         """Let the engine leave, or make it, and see that it has left."""
-        if not at_once:
-            self.send(Shutdown())
-            with contextlib.suppress(OSError, TimeoutError):
-                await asyncio.wait_for(self._writer.drain(), EXIT_SECONDS)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._process.wait, EXIT_SECONDS)
-        self.kill()
-        self._writer.close()
+        try:
+            if not at_once:
+                self.send(Shutdown())
+                with contextlib.suppress(OSError, TimeoutError):
+                    await asyncio.wait_for(self._writer.drain(), EXIT_SECONDS)
+                await self._wait(EXIT_SECONDS)
+        finally:
+            self.kill()
+            self._writer.close()
+        await asyncio.to_thread(self._process.wait)
 
     def kill(self) -> None:
-        """End the process at once and take it off the process table."""
+        """End the process at once; `close` takes it off the process table."""
         self._process.kill()
-        self._process.wait()
 
-    def _how_it_ended(self) -> str:
+    async def _wait(self, seconds: float) -> int | None:
+        """The exit status, or None if the process has not ended by then."""
+        end = time.monotonic() + seconds
+        while (status := self._process.poll()) is None and time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        return status
+
+    async def _how_it_ended(self) -> str:
         """The exit status; the stream's end comes a moment before it."""
-        try:
-            status = self._process.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
+        status = await self._wait(STATUS_SECONDS)
+        if status is None:
             return ""
         return f" by signal {-status}" if status < 0 else f" with status {status}"
+
+
+def _command(file_descriptor: int) -> list[str]:
+    level = logging.getLogger("jaxserve").getEffectiveLevel()
+    words = [str(file_descriptor), str(level)]
+    return [sys.executable, "-P", "-m", "jaxserve.distributed.engine_process", *words]

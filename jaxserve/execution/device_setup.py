@@ -3,7 +3,11 @@
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import EngineConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,30 @@ def configure_jax(*, gpu_memory_utilization: float, compilation_cache_dir: str |
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
+
+
+def check_memory_pool(devices: Iterable[Any]) -> None:
+    """Refuse a device whose memory JAX could not reserve: other processes hold the rest.
+
+    JAX goes on with a smaller pool and does not say so, and the first large step would fail.
+
+    Args:
+      devices: on which something has been allocated already, since that reserves the pool.
+
+    Raises:
+      EngineConfigError: names how much there is.
+    """
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
+        return
+    for device in devices:
+        stats = device.memory_stats() or {}
+        wanted, reserved = stats.get("bytes_limit", 0), stats.get("pool_bytes", 0)
+        if 0 < reserved < 0.98 * wanted:
+            raise EngineConfigError(
+                f"{device.device_kind} {device.id} must have {wanted / 2**30:.1f} GiB free for "
+                f"gpu_memory_utilization; got {reserved / 2**30:.1f} GiB; end the processes that "
+                f"hold the rest, or lower gpu_memory_utilization"
+            )
 
 
 def _backend_runs() -> bool:

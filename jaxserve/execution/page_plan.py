@@ -94,7 +94,10 @@ def pages_that_fit(available_bytes: int, demands: Sequence[PageDemand]) -> tuple
         weights = sum(demands[i].weight * demands[i].bytes_per_page for i in unsettled)
         shares = {i: demands[i].weight * left / weights for i in unsettled}
         limited = {i: _limit(share, demands[i], equal) for i, share in shares.items()}
-        beyond = {i: count for i, count in limited.items() if count != shares[i]}
+        raised = {i: count for i, count in limited.items() if count > shares[i]}
+        lowered = {i: count for i, count in limited.items() if count < shares[i]}
+        # What is raised takes from the others, whose shares must shrink before one is settled.
+        beyond = raised or lowered
         if not beyond:
             counts = settled | {i: _round_down(share) for i, share in shares.items()}
             return tuple(counts[index] for index in range(len(demands)))

@@ -65,7 +65,9 @@ def render_chat(
         raise ChatTemplateError.for_field("messages", "must not be empty", messages)
     variables: dict[str, Any] = dict(chat_template_kwargs or {})
     _check_kwargs(variables, special_tokens)
-    variables |= {
+    variables = {
+        "documents": None,  # as in transformers, where templates ask whether it is none
+        **variables,
         **special_tokens,
         "messages": chat,
         "tools": list(tools) if tools else None,

@@ -7,15 +7,38 @@ from tokenizers import Tokenizer as Backend
 from models.loading.gguf import GgufFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_PHI3_KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _split_at_case(after_word: str, digits: str) -> str:
+    """A pattern that ends a word before a capital letter."""
+    words = (f"[{_UPPER}]*[{_LOWER}]+", f"[{_UPPER}]+[{_LOWER}]*")
+    parts = [rf"[^\r\n\p{{L}}\p{{N}}]?{word}{after_word}" for word in words]
+    return "|".join([*parts, digits, _PATHS])
+
+
+_PATTERNS = {
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "tekken": _split_at_case("", r"\p{N}"),
+    "gpt-4o": _split_at_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),
+}
 _PREFIX = "tokenizer.ggml."
 
-KNOWN_PRE_TOKENIZERS = ("smollm", "qwen2", "llama-bpe", "gpt-2", "default")
+KNOWN_PRE_TOKENIZERS = ("smollm", "gpt-2", "default", *_PATTERNS)
 """Values of `tokenizer.ggml.pre` whose splitting is known; "default" splits as "gpt-2"."""
+WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+"""Those that take a word of the vocabulary as it is, without merges, and begin with BOS."""
 
 
 def build_backend(file: GgufFile, pre_tokenizer: str | None = None) -> Backend:
@@ -45,7 +68,8 @@ def build_backend(file: GgufFile, pre_tokenizer: str | None = None) -> Backend:
         keys.refuse(f"{_PREFIX}model", f"must be 'gpt2' or 'llama'; got {kind!r}")
     types = keys.numbers(f"{_PREFIX}token_type", "iu")
     if types is not None:
-        _add_tokens(backend, tokens, types)
+        is_phi3 = kind == "llama" and keys.string("general.architecture") == "phi3"
+        _add_tokens(backend, tokens, types, takes_space_after=is_phi3)
     return backend
 
 
@@ -53,8 +77,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int], pre_tokenizer: str |
     name = pre_tokenizer or file.metadata.string(f"{_PREFIX}pre")
     if name not in KNOWN_PRE_TOKENIZERS:
         rule = f"must be one of {', '.join(KNOWN_PRE_TOKENIZERS)}"
-        advice = "name the model's tokenizer.json as tokenizer"
-        file.metadata.refuse(f"{_PREFIX}pre", f"{rule}; got {name!r}; {advice}")
+        file.metadata.refuse(f"{_PREFIX}pre", f"{rule}; got {name!r}")
     lines = file.metadata.strings(f"{_PREFIX}merges")
     if lines is None:
         file.metadata.refuse(f"{_PREFIX}merges", "the key is missing")
@@ -64,7 +87,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int], pre_tokenizer: str |
         if left + right not in vocabulary or left not in vocabulary or right not in vocabulary:
             file.metadata.refuse(f"{_PREFIX}merges", f"must join tokens to a token; got {line!r}")
         merges.append((left, right))
-    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe")
+    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE_WORDS_FIRST)
     backend = Backend(model)
     if name == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -79,7 +102,7 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
     if name == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    split = pre_tokenizers.Split(Regex(_QWEN2 if name == "qwen2" else _LLAMA3), "isolated")
+    split = pre_tokenizers.Split(Regex(_PATTERNS[name]), "isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, letters])
 
@@ -120,12 +143,21 @@ def _merges_of_scores(vocabulary: dict[str, int], scores: np.ndarray) -> list[tu
     return [(left, right) for _, _, left, right in found]
 
 
-def _add_tokens(backend: Backend, tokens: list[str], types: np.ndarray) -> None:
-    added = np.flatnonzero(np.isin(types, (_CONTROL, _UNKNOWN, _USER_DEFINED)))
-    special = types[added] != _USER_DEFINED
-    backend.add_tokens(
-        [
-            AddedToken(tokens[token_id], normalized=False, special=bool(is_special))
-            for token_id, is_special in zip(added, special, strict=True)
-        ]
-    )
+def _add_tokens(
+    backend: Backend, tokens: list[str], types: np.ndarray, *, takes_space_after: bool
+) -> None:
+    """Add the tokens that are matched whole.
+
+    Args:
+      backend: is changed.
+      tokens: the vocabulary.
+      types: of its tokens.
+      takes_space_after: control tokens swallow the white space behind them, which a GGUF file
+        does not say: llama.cpp knows it of Phi-3.
+    """
+    added: list[AddedToken] = []
+    for token_id in np.flatnonzero(np.isin(types, (_CONTROL, _UNKNOWN, _USER_DEFINED))):
+        token, is_special = tokens[token_id], bool(types[token_id] != _USER_DEFINED)
+        takes_space = takes_space_after and is_special and token not in _PHI3_KEEPS_SPACE
+        added.append(AddedToken(token, normalized=False, special=is_special, rstrip=takes_space))
+    backend.add_tokens(added)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from jaxserve.text.gguf_tokenizer import build_backend
+from jaxserve.text.gguf_tokenizer import WHOLE_WORDS_FIRST, build_backend
 from jaxserve.text.plain_text import PlainTextEncoder, check_unicode, encode_unlocked
 from jaxserve.text.token_pieces import Joiner, joiner_maker
 from jaxserve.text.tokenizer_folder import read_folder
@@ -88,8 +88,8 @@ class Tokenizer:
             if re.fullmatch(r"tokenizer\.chat_template(\.\w+)?", name)
             and (template := keys.string(name)) is not None
         }
-        # As in llama.cpp: these two kinds begin with BOS unless the file says otherwise.
-        has_bos = "llama-bpe" == (pre_tokenizer or keys.string("tokenizer.ggml.pre"))
+        # As in llama.cpp: these kinds begin with BOS unless the file says otherwise.
+        has_bos = (pre_tokenizer or keys.string("tokenizer.ggml.pre")) in WHOLE_WORDS_FIRST
         has_bos = has_bos or keys.string("tokenizer.ggml.model") == "llama"
         declared = keys.boolean("tokenizer.ggml.add_bos_token")
         return cls(

@@ -33,6 +33,8 @@ class TokenizerFolder:
 def read_folder(folder: Path, file: str = "tokenizer.json") -> TokenizerFolder:
     """Read tokenizer.json, tokenizer_config.json, generation_config.json and chat templates.
 
+    Folders from before `added_tokens_decoder` name special tokens in special_tokens_map.json.
+
     Args:
       folder: with these files.
       file: the name of tokenizer.json in it.
@@ -42,7 +44,10 @@ def read_folder(folder: Path, file: str = "tokenizer.json") -> TokenizerFolder:
     """
     backend = _read_backend(folder / file)
     config = _optional_json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(config, folder)
+    special_tokens = _special_tokens(config, folder, "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # as in transformers
+        old_file = "special_tokens_map.json"
+        special_tokens |= _special_tokens(_optional_json(folder / old_file), folder, old_file)
     return TokenizerFolder(
         backend=backend,
         special_tokens=special_tokens,
@@ -60,6 +65,7 @@ def _read_backend(path: Path) -> Backend:
     text = read_file(path, MAX_TOKENIZER_BYTES)
     try:
         backend = Backend.from_buffer(text)
+        backend.encode("a")  # panics where a special token of the template is missing
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # nothing more specific, and a panic is no Exception
@@ -99,7 +105,7 @@ def _flag(config: Mapping[str, Any], key: str, folder: Path) -> bool | None:
     return value
 
 
-def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, Any], folder: Path, file: str) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         value = config.get(name)
@@ -107,7 +113,7 @@ def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
         if isinstance(text, str):
             tokens[name] = text
         elif value is not None:
-            raise _error(folder, "tokenizer_config.json", name, "must be a token", value)
+            raise _error(folder, file, name, "must be a token", value)
     return tokens
 
 
@@ -130,9 +136,11 @@ def _eos_token_ids(
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Files win over tokenizer_config.json, as in transformers."""
-    value = config.get("chat_template") or {}
+    value = config.get("chat_template") or []
     if isinstance(value, str):
         value = [{"name": "default", "template": value}]
+    if not isinstance(value, list):
+        raise _error(folder, "tokenizer_config.json", "chat_template", "must be text", value)
     templates: dict[str, str] = {}
     for entry in value:
         if not (isinstance(entry, dict) and isinstance(entry.get("template"), str)):

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 from jaxserve.llm import LLM
 from jaxserve.outputs import CompletionOutput
 from jaxserve.sampling_params import SamplingParams
-from tests.end_to_end.test_serve_process import HEADERS, KEY, free_port, serving
+from tests.end_to_end.test_serve_process import HEADERS, KEY, Served, free_port, serving
 from tests.tiny_llm import GOLDEN, MODEL, SETTINGS, to_text, write_tokenizer
 
 NUM_TOKENS = 24
@@ -36,13 +38,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(tokenizer: Path) -> Iterator[str]:
+def served(tokenizer: Path) -> Iterator[tuple[Served, str]]:
+    """A server under two names, and its address."""
     port = free_port()
-    words = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny")
-    with serving(tokenizer, *words) as served:
+    words = ("--host", "127.0.0.1", "--port", str(port), "--watchdog-seconds", "1")
+    with serving(tokenizer, *words, "--served-model-name", "tiny", "org/tiny") as served:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS) as http:
             served.wait_until_ready(http)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield served, f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def url(served: tuple[Served, str]) -> str:
+    return f"{served[1]}/v1"
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +227,11 @@ def test_unknown_fields_are_answered_and_named_in_a_header(client):
 
 
 def test_models_are_listed(client):
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").max_model_len == 128
+    assert [model.id for model in client.models.list()] == ["tiny", "org/tiny"]
+    for name in ("tiny", "org/tiny"):
+        assert client.models.retrieve(name).max_model_len == 128
+        answer = client.completions.create(model=name, prompt="w5", max_tokens=1)
+        assert answer.model == "tiny", "the first name is shown"
 
 
 @pytest.mark.bugbank
@@ -266,3 +277,30 @@ def test_clients_that_leave_free_the_engine_for_others(url, client):
             pytest.fail("requests of clients that left still run")
     whole = client.completions.create(model="tiny", prompt="w5", **GREEDY)
     assert whole.usage.completion_tokens == NUM_TOKENS
+
+
+@pytest.mark.bugbank
+def test_bugbank_R20_a_stopped_engine_makes_health_bad_until_it_goes_on(served):
+    server, address = served
+    engine = server.wait_for_engine()
+
+    async def stall() -> None:
+        async with httpx.AsyncClient(base_url=address, headers=HEADERS, timeout=60) as http:
+
+            async def health(status: int) -> bytes:
+                async with asyncio.timeout(10):
+                    while (answer := await http.get("/health")).status_code != status:
+                        await asyncio.sleep(0.02)
+                return answer.content
+
+            os.kill(engine.pid, signal.SIGSTOP)
+            try:
+                body = {"prompt": "w5", "max_tokens": 4}
+                waiting = asyncio.create_task(http.post("/v1/completions", json=body))
+                assert json.loads(await health(503)) == {"status": "stalled"}
+            finally:
+                os.kill(engine.pid, signal.SIGCONT)
+            await health(200)
+            assert (await waiting).status_code == 200
+
+    asyncio.run(stall())

@@ -88,6 +88,13 @@ def test_the_text_is_that_of_transformers(template, chat):
         assert render(template, CHATS[chat], **options) == wanted[0]
 
 
+def test_documents_are_none_as_in_transformers_unless_given():
+    template = "{% if documents is not none %}{{ documents[0].text }}{% endif %}."
+    assert render(template) == "."
+    given = {"documents": [{"text": "fact"}]}
+    assert render(template, chat_template_kwargs=given) == "fact."
+
+
 def test_the_last_message_can_be_continued():
     chat = [USER, {"role": "assistant", "content": "Once "}]
     options = {"add_generation_prompt": False, "continue_final_message": True}

@@ -40,6 +40,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("dtype", "int8", "must be one of auto, float32"),
     ("dtype", None, "must be text"),
     ("hf_overrides", len, "must be a dict .*functions are not supported"),
+    ("hf_overrides", {"rope_scaling": {"factors": {1, 2}}}, "must hold only what JSON can; got {"),
+    ("override_generation_config", {"temperature": Path("x")}, "must hold only what JSON can"),
     ("generation_config", 3, "must be text"),
     ("seed", 2**63, "must be at most"),
     ("seed", 1.5, "must be an integer"),

@@ -120,6 +120,17 @@ def test_tokens_come_in_one_frame_a_step_and_are_those_of_the_golden(peer):
     assert_idle_and_sane(peer.engine)
 
 
+def test_each_step_tells_how_many_output_tokens_were_given_out_so_far(peer):
+    peer.send(add("a", LONG.prompt, 20), add("b", SHORT.prompt, 8))
+    peer.turn_until_idle()
+    steps = [news for news in peer.news if isinstance(news, StepNews)]
+    num_tokens = 0
+    for step in steps:
+        num_tokens += sum(len(update.new_token_ids) for update in step.updates)
+        assert step.stats.num_generation_tokens == num_tokens
+    assert num_tokens == 28
+
+
 def abort_and_drain(peer: Peer, *names: str) -> None:
     """Abort, and see that each ends once by it, and that the engine is idle and sane."""
     peer.send(*(AbortRequest(name) for name in names for _ in range(2)))

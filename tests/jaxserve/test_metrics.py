@@ -2,7 +2,7 @@ import asyncio
 import dataclasses
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -94,7 +94,6 @@ def test_a_stream_is_counted_by_tokens_times_and_reason():
     metrics = EngineMetrics(fake_engine(), clock=lambda: 13.0)
     run_one_stream(metrics)
     assert value(metrics, "vllm:prompt_tokens_total") == 3
-    assert value(metrics, "vllm:generation_tokens_total") == 3
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(metrics, "vllm:request_success_total", finished_reason="length") == 0
     assert value(metrics, "vllm:time_to_first_token_seconds_sum") == 2.0
@@ -125,7 +124,7 @@ def test_queue_and_prefill_times_are_observed_only_where_the_engine_tells_them()
 def test_a_request_with_one_final_output_has_no_token_gaps():
     metrics = EngineMetrics(fake_engine())
     metrics.gave(make_request(), make_output(times(5, 12.4), reason="length"))
-    assert value(metrics, "vllm:generation_tokens_total") == 5
+    assert value(metrics, "vllm:request_generation_tokens_sum") == 5
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 0
     per_token = value(metrics, "vllm:request_time_per_output_token_seconds_sum")
     assert per_token == pytest.approx(0.1)
@@ -147,7 +146,50 @@ def test_sequences_that_run_side_by_side_do_not_shorten_the_time_between_tokens(
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 4
     per_token = value(metrics, "vllm:request_time_per_output_token_seconds_sum")
     assert per_token == pytest.approx(0.1)
-    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 1
+
+
+def ended(metrics: EngineMetrics) -> dict[str, float]:
+    reasons = ("stop", "length", "abort", "error")
+    name = "vllm:request_success_total"
+    counts = {reason: value(metrics, name, finished_reason=reason) or 0 for reason in reasons}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def output_of(reasons: Mapping[int, str | None], *, finished: bool) -> RequestOutput:
+    outputs = [CompletionOutput(i, "", [0], finish_reason=r) for i, r in reasons.items()]
+    return RequestOutput("r", None, [0], outputs=outputs, finished=finished, metrics=times(1, 12.0))
+
+
+def test_each_sequence_counts_once_under_its_own_reason_in_deltas_and_in_cumulative_outputs():
+    request = make_request(n=3, temperature=1.0)
+    for is_delta in (True, False):
+        metrics = EngineMetrics(fake_engine())
+        shown = {} if is_delta else {0: "stop"}
+        metrics.gave(request, output_of({0: "stop", 1: None, 2: None}, finished=False))
+        metrics.gave(request, output_of(shown | {1: "length", 2: None}, finished=False))
+        shown = {} if is_delta else {0: "stop", 1: "length"}
+        metrics.gave(request, output_of(shown | {2: "stop"}, finished=True))
+        assert ended(metrics) == {"stop": 2, "length": 1}
+        assert value(metrics, "vllm_requests_total") == 1 and metrics._seen == {}
+
+
+def test_of_a_client_that_left_only_the_sequences_that_had_not_ended_are_aborted():
+    metrics, request = EngineMetrics(fake_engine()), make_request(n=3, temperature=1.0)
+    metrics.gave(request, output_of({0: "stop", 1: None, 2: None}, finished=False))
+    metrics.aborted(request)
+    metrics.aborted(make_request("never seen", n=2, temperature=1.0))
+    assert ended(metrics) == {"stop": 1, "abort": 4}
+    assert value(metrics, "vllm_requests_total") == 2
+
+
+def test_output_tokens_are_counted_as_steps_give_them_out():
+    metrics, counts = EngineMetrics(fake_engine()), []
+    for total in (3, 7, 7):
+        metrics.stepped(EngineStats(num_generation_tokens=total))
+        counts.append(value(metrics, "vllm:generation_tokens_total"))
+    run_one_stream(metrics)
+    assert counts == [3, 7, 7]
+    assert value(metrics, "vllm:generation_tokens_total") == 7
 
 
 def test_a_request_that_ends_before_its_first_token_counts_no_prompt():
@@ -245,6 +287,8 @@ def test_bugbank_R82_gauges_are_zero_within_a_second_after_all_streams_are_cance
             assert time.monotonic() - cancelled < 1
             await asyncio.sleep(0.01)
         assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 50
+        assert value(metrics, "vllm:generation_tokens_total") == engine.stats.num_generation_tokens
+        assert engine.stats.num_generation_tokens > 0
         assert metrics._seen == {} and metrics.num_errors == 0
 
     asyncio.run(run())
@@ -252,16 +296,17 @@ def test_bugbank_R82_gauges_are_zero_within_a_second_after_all_streams_are_cance
 
 @pytest.mark.bugbank
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(*[st.integers(-5, 5)] * 4), max_size=8))
+@given(st.lists(st.tuples(*[st.integers(-5, 5)] * 5), max_size=8))
 def test_bugbank_R83_counters_never_fall_whatever_the_engine_reports(totals):
     metrics, last = EngineMetrics(fake_engine()), {}
-    for preemptions, frames, steps, tokens in totals:
+    for preemptions, frames, steps, tokens, outputs in totals:
         metrics.stepped(
             EngineStats(
                 num_preemptions=preemptions,
                 num_bad_frames=frames,
                 num_steps=steps,
                 num_tokens=tokens,
+                num_generation_tokens=outputs,
             )
         )
         now = {key: count for key, count in counters(metrics)}
@@ -303,7 +348,7 @@ def test_a_failure_of_the_metrics_leaves_other_counts_usable():
     metrics: Any = EngineMetrics(fake_engine())
     metrics.stepped(None)
     run_one_stream(metrics)
-    assert value(metrics, "vllm:generation_tokens_total") == 3
+    assert value(metrics, "vllm:request_generation_tokens_sum") == 3
 
 
 def test_only_a_configured_name_is_a_label():
@@ -341,8 +386,8 @@ def test_the_openmetrics_form_has_all_metrics_too():
 def test_engines_share_nothing():
     first, second = EngineMetrics(fake_engine()), EngineMetrics(fake_engine())
     run_one_stream(first)
-    assert value(first, "vllm:generation_tokens_total") == 3
-    assert value(second, "vllm:generation_tokens_total") == 0
+    assert value(first, "vllm:prompt_tokens_total") == 3
+    assert value(second, "vllm:prompt_tokens_total") == 0
 
 
 def test_a_histogram_puts_a_bound_into_its_own_bucket():

@@ -79,6 +79,12 @@ def test_scarce_memory_is_shared_by_weight_but_leaves_every_window_to_one_sequen
     assert pages_that_fit(100 * PAGE_BYTES, demands) == (50, 50)
 
 
+def test_what_one_group_must_have_is_taken_from_the_share_of_one_that_wants_nearly_all() -> None:
+    small = PageDemand(bytes_per_page=1, weight=0.1, fewest=50, most=200)
+    large = PageDemand(bytes_per_page=1, weight=1.0, fewest=2, most=99)
+    assert pages_that_fit(110, [small, large]) == (50, 60)
+
+
 @given(
     available=st.integers(0, 1 << 42),
     windows=st.lists(st.sampled_from([None, None, 64, 512, 4096]), min_size=1, max_size=4),

@@ -47,13 +47,13 @@ def write_bpe(path: Path, pre: str | None = "qwen2", merges=("a b",), keys=lambd
     return path
 
 
-def write_spm(path: Path, **keys: bool) -> Path:
+def write_spm(path: Path, architecture: str = "llama", **keys: bool) -> Path:
     """A GGUF with a SentencePiece tokenizer whose scores, not its order, rank the merges."""
     pieces = {"<unk>": (0.0, UNKNOWN), "<s>": (0.0, CONTROL), "</s>": (0.0, CONTROL)}
     pieces |= {f"<0x{byte:02X}>": (0.0, BYTE) for byte in range(256)}
     pieces |= {"▁": (-9.0, NORMAL), "a": (-9.0, NORMAL), "b": (-9.0, NORMAL), "c": (-9.0, NORMAL)}
     pieces |= {"ab": (-3.0, NORMAL), "bc": (-2.0, NORMAL), "▁a": (-4.0, NORMAL)}
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(list(pieces))
     writer.add_token_scores([score for score, _ in pieces.values()])
@@ -120,7 +120,11 @@ SPLITS = {
     "smollm": ["x", "=", "1", "2", "3", "4", "ĊĊĠ", "ĠI", "'", "LL"],
     "gpt-2": ["x", "=", "1234", "ĊĊĠ", "ĠI", "'", "LL"],
     "default": ["x", "=", "1234", "ĊĊĠ", "ĠI", "'", "LL"],
+    "tekken": ["x", "=", "1", "2", "3", "4", "ĊĊ", "Ġ", "ĠI", "'LL"],
+    "gpt-4o": ["x", "=", "123", "4", "ĊĊ", "Ġ", "ĠI'LL"],
 }
+SPLITS |= {"deepseek-r1-qwen": SPLITS["qwen2"]}
+SPLITS |= dict.fromkeys(("llama3", "llama-v3"), SPLITS["llama-bpe"])
 
 
 @pytest.mark.bugbank
@@ -130,6 +134,44 @@ def test_each_pre_tokenizer_splits_as_its_model_family_does(tmp_path, pre):
     assert backend.pre_tokenizer is not None
     pieces = backend.pre_tokenizer.pre_tokenize_str("x=1234\n\n  I'LL")
     assert [piece for piece, _ in pieces] == SPLITS[pre]
+
+
+@pytest.mark.parametrize("pre", ["tekken", "gpt-4o"])
+def test_words_end_before_a_capital_letter_where_the_model_family_splits_them(tmp_path, pre):
+    backend = build_backend(GgufFile(write_bpe(tmp_path / "t.gguf", pre)))
+    assert backend.pre_tokenizer is not None
+    pieces = backend.pre_tokenizer.pre_tokenize_str("camelCase HTTPServer a/b.\n/x")
+    expected = ["camel", "Case", "ĠHTTPServer", "Ġa", "/b", ".Ċ/", "x"]
+    assert [piece for piece, _ in pieces] == expected
+
+
+def test_a_vocabulary_of_whole_words_begins_with_bos_without_being_told(tmp_path):
+    for pre in ("llama3", "tekken", "gpt-4o"):
+        tokenizer = load_tokenizer(write_bpe(tmp_path / f"{pre}.gguf", pre))
+        assert (tokenizer.encode("a")[0] == tokenizer.bos_token_id) == (pre != "gpt-4o")
+
+
+@pytest.mark.bugbank
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+def test_bugbank_R73_control_tokens_of_phi3_swallow_the_space_behind_them(tmp_path, architecture):
+    path = write_spm(tmp_path / "t.gguf", architecture=architecture)
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode("</s>\n a<s> b", add_special_tokens=False)
+    behind = ["▁", "<0x0A>", "▁a"] if architecture == "llama" else ["▁a"]
+    assert tokens_of(tokenizer, ids) == ["</s>", *behind, "<s>", "▁", "▁", "b"]
+
+
+def test_a_control_token_that_is_known_to_end_turns_ends_without_being_declared(tmp_path):
+    path = write_bpe(tmp_path / "t.gguf", keys=lambda w: w.add_eot_token_id(3))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eos_token_ids == (tokenizer.backend.token_to_id("<|end|>"), 3)
+
+    def plain_end(writer):
+        writer.add_eos_token_id(3)
+        writer.add_token_types([NORMAL] * (len(LETTERS) + 4))
+
+    plain = write_bpe(tmp_path / "plain.gguf", keys=plain_end)
+    assert load_tokenizer(plain).eos_token_ids == (3,)
 
 
 def test_only_qwen2_composes_characters(tmp_path):
@@ -301,6 +343,15 @@ def test_a_folder_is_read_with_its_config_files(tmp_path):
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
     (folder / "chat_template.jinja").write_text("new")
     assert load_tokenizer(folder).chat_template == "new"
+
+
+def test_special_tokens_of_an_old_folder_stand_in_a_file_of_their_own(tmp_path):
+    names = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}}
+    old = load_tokenizer(write_folder(tmp_path / "old", {}, special_tokens_map=names))
+    assert old.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    config = {"added_tokens_decoder": {}, "eos_token": "b"}
+    new = load_tokenizer(write_folder(tmp_path / "new", config, special_tokens_map=names))
+    assert new.special_tokens == {"eos_token": "b"}
 
 
 def test_a_list_of_chat_templates_is_read(tmp_path):

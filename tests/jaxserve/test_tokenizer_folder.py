@@ -1,5 +1,6 @@
 """Damaged and foreign tokenizer files are refused with one sentence, whatever the damage."""
 
+import json
 import os
 from pathlib import Path
 
@@ -107,3 +108,23 @@ def test_a_pipe_is_refused_and_not_waited_for(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     refuse(folder, name, "must be a file")
+
+
+def test_a_chat_template_that_is_no_text_is_refused(folder):
+    for value in ("5", "true", '{"default": "T"}', "[5]"):
+        (folder / "tokenizer_config.json").write_text(f'{{"chat_template": {value}}}')
+        refuse(folder, "tokenizer_config.json", "chat_template: must be text")
+
+
+def test_a_tokenizer_that_fails_at_every_text_is_refused(folder):
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_bytes())
+    single = [
+        {"SpecialToken": {"id": "<x>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    values["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {},
+    }  # fmt: skip
+    path.write_text(json.dumps(values))
+    refuse(folder, "tokenizer.json", "must be a tokenizer")

@@ -1,0 +1,124 @@
+"""ModelSetup: how a model lies on its devices; chosen before anything is loaded."""
+
+import logging
+from dataclasses import dataclass
+from typing import Self, cast
+
+import jax
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import EngineConfigError
+from models.attention_kernels import attention_kernels
+from models.config import ModelConfig
+from models.kv_cache import CacheGeometry, abstract_cache, cache_geometries
+from models.registry import model_class
+from models.sharding import Sharder, make_mesh, share_kv_heads
+from models.weight_layout import Stack, WeightLayout
+from pallas_kernels.platform import AttentionBackend, choose_attention_backend
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """A model and the devices that run it.
+
+    Attributes:
+      config: the settings.
+      model: the model's numbers.
+      shared_model: the same with KV heads copied where there are fewer than devices.
+      sharder: places arrays on the devices.
+      backend: which attention kernels run.
+      dtype: of weights and computation.
+      stack: which weights are one array for all layers.
+      layout: of the weights.
+      geometries: of the cache groups.
+      is_gpu: whether the devices are GPUs.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    shared_model: ModelConfig
+    sharder: Sharder
+    backend: AttentionBackend
+    dtype: str
+    stack: Stack
+    layout: WeightLayout
+    geometries: tuple[CacheGeometry, ...]
+    is_gpu: bool
+
+    @classmethod
+    def choose(cls, config: EngineConfig, model: ModelConfig) -> Self:
+        """Choose devices, types and layouts; allocates nothing.
+
+        Raises:
+          EngineConfigError: the settings do not fit the model or the devices.
+        """
+        is_gpu = jax.default_backend() == "gpu"
+        dtype = _choose_dtype(config.dtype, model.dtype, is_gpu)
+        stack: Stack = cast(Stack, config.stacked_weights or ("vectors" if is_gpu else "none"))
+        try:
+            sharder = Sharder(make_mesh(config.tensor_parallel_size))
+            shared_model = share_kv_heads(model, config.tensor_parallel_size)
+            backend = _choose_backend(config.attention_backend, dtype)
+        except ValueError as error:
+            raise EngineConfigError(str(error)) from error
+        device = jax.devices()[0]
+        logger.info("device %s, %s, attention by %s", device.device_kind, dtype, backend)
+        layout = WeightLayout.of_model(
+            model_class(model.architecture),
+            shared_model,
+            stack=stack,
+            dtype=dtype,
+            kernels=attention_kernels(backend, jax.default_backend(), sharder.mesh),
+        )
+        geometries = cache_geometries(
+            shared_model,
+            page_size=config.block_size,
+            dtype=dtype,
+            stored_head_dim=config.stored_head_dim,
+        )
+        try:
+            layout.abstract(sharder)
+            abstract_cache(geometries, (2,) * len(geometries), sharder)
+        except ValueError as error:
+            raise EngineConfigError(str(error)) from error
+        return cls(
+            config=config,
+            model=model,
+            shared_model=shared_model,
+            sharder=sharder,
+            backend=backend,
+            dtype=dtype,
+            stack=stack,
+            layout=layout,
+            geometries=geometries,
+            is_gpu=is_gpu,
+        )
+
+
+def _choose_backend(asked: str | None, dtype: str) -> AttentionBackend:
+    """The kernels asked for, else the best ones for the device and type.
+
+    Raises:
+      ValueError: there is none of that name here.
+      EngineConfigError: they do not take the type.
+    """
+    backend: AttentionBackend = choose_attention_backend(asked)
+    if backend != "mosaic" or dtype != "float32":
+        return backend
+    if asked == "mosaic":
+        raise EngineConfigError(
+            "attention_backend mosaic must have a 16-bit dtype; got float32; use xla"
+        )
+    return choose_attention_backend("xla")
+
+
+def _choose_dtype(asked: str, of_model: str, is_gpu: bool) -> str:
+    """CPUs compute in float32 unless told otherwise; GPUs in 16 bits."""
+    names = {"half": "float16", "float": "float32"}
+    if asked != "auto":
+        return names.get(asked, asked)
+    if not is_gpu:
+        return "float32"
+    return "float16" if of_model == "float16" else "bfloat16"

@@ -1,0 +1,1 @@
+"""Module paths that scripts written for vLLM import."""
