@@ -2,9 +2,9 @@
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.async_llm_engine import AsyncLLMEngine
+from server.access.cors import Cors
 from server.access.door import Door
 from server.config import ServerConfig
 from server.errors import EXCEPTION_HANDLERS
@@ -29,7 +29,7 @@ def create_app(engine: AsyncLLMEngine, config: ServerConfig) -> Starlette:
         # In front of the door: a browser's preflight carries no key, and errors need the headers.
         middleware.append(
             Middleware(
-                CORSMiddleware,
+                Cors,
                 allow_origins=config.allowed_origins,
                 allow_methods=config.allowed_methods,
                 allow_headers=config.allowed_headers,

@@ -1,28 +1,18 @@
 """ServerConfig: how the HTTP server listens, whom it lets in and what it answers; no JAX."""
 
-import math
-import types
-from dataclasses import dataclass, field, fields
-from typing import Any, Self, get_args, get_origin
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
+from jaxserve.config_fields import (
+    check_choice,
+    check_range,
+    check_types,
+    field_error,
+    flag,
+)
 from jaxserve.errors import EngineConfigError, describe_value
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-
-_NAME_OF_KIND = {
-    str: "text",
-    bool: "True or False",
-    int: "an integer",
-    float: "a number",
-    dict: "an object",
-    tuple: "a list of texts",
-}
-
-
-def _flag(default: Any, text: str, group: str, *, is_secret: bool = False) -> Any:
-    """A field whose command-line flag shows `text`; secrets are never shown."""
-    metadata = {"help": text, "group": group}
-    return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,58 +23,61 @@ class ServerConfig:
       EngineConfigError: a value breaks its rule.
     """
 
-    host: str | None = _flag(None, "address to listen at; all of them if not given", "listening")
-    port: int = _flag(8000, "port to listen at", "listening")
-    uds: str | None = _flag(None, "Unix socket to listen at, instead of a port", "listening")
-    root_path: str = _flag("", "path of the application behind a proxy", "listening")
-    shutdown_timeout: int = _flag(
+    host: str | None = flag(None, "address to listen at; all of them if not given", "listening")
+    port: int = flag(8000, "port to listen at", "listening")
+    uds: str | None = flag(None, "Unix socket to listen at, instead of a port", "listening")
+    root_path: str = flag("", "path of the application behind a proxy", "listening")
+    shutdown_timeout: int = flag(
         30, "seconds that running requests get to finish after SIGTERM", "listening"
     )
-    uvicorn_log_level: str = _flag("info", f"one of {', '.join(LOG_LEVELS)}", "logs")
-    disable_uvicorn_access_log: bool = _flag(False, "log no line for each request", "logs")
-    enable_log_requests: bool = _flag(
+    watchdog_seconds: float = flag(
+        30.0, "seconds of silence of an engine with work after which /health is bad", "health"
+    )
+    uvicorn_log_level: str = flag("info", f"one of {', '.join(LOG_LEVELS)}", "logs")
+    disable_uvicorn_access_log: bool = flag(False, "log no line for each request", "logs")
+    enable_log_requests: bool = flag(
         False, "log each request's prompt and parameters (prompts may be private)", "logs"
     )
-    max_log_len: int = _flag(256, "characters of a prompt that are logged", "logs")
-    api_key: tuple[str, ...] = _flag(
+    max_log_len: int = flag(256, "characters of a prompt that are logged", "logs")
+    api_key: tuple[str, ...] = flag(
         (), "keys of which a client must send one; none lets everybody in", "access", is_secret=True
     )
-    allow_metrics_without_api_key: bool = _flag(
+    allow_metrics_without_api_key: bool = flag(
         False, "let /metrics be read without a key", "access"
     )
-    allowed_origins: tuple[str, ...] = _flag((), "web origins that browsers may use", "access")
-    allowed_methods: tuple[str, ...] = _flag(("*",), "methods for those origins", "access")
-    allowed_headers: tuple[str, ...] = _flag(("*",), "headers for those origins", "access")
-    allow_credentials: bool = _flag(False, "let those origins send cookies", "access")
-    max_num_queued_reqs: int | None = _flag(
+    allowed_origins: tuple[str, ...] = flag((), "web origins that browsers may use", "access")
+    allowed_methods: tuple[str, ...] = flag(("*",), "methods for those origins", "access")
+    allowed_headers: tuple[str, ...] = flag(("*",), "headers for those origins", "access")
+    allow_credentials: bool = flag(False, "let those origins send cookies", "access")
+    max_num_queued_reqs: int | None = flag(
         None, "sequences that may wait; 4 times max_num_seqs, at least 256, if not given", "limits"
     )
-    max_num_queued_tokens: int | None = _flag(
+    max_num_queued_tokens: int | None = flag(
         None, "prompt tokens that may wait; 8 times the KV cache's if not given", "limits"
     )
-    max_body_bytes: int = _flag(8 << 20, "bytes of a request's body", "limits")
-    max_header_bytes: int = _flag(16 << 10, "bytes of a request's headers", "limits")
-    max_json_depth: int = _flag(64, "nesting of a request's JSON", "limits")
-    strict: bool = _flag(False, "refuse requests with unknown fields", "limits")
-    response_role: str = _flag("assistant", "role of the answers", "chat")
-    trust_request_chat_template: bool = _flag(
+    max_body_bytes: int = flag(8 << 20, "bytes of a request's body", "limits")
+    max_header_bytes: int = flag(16 << 10, "bytes of a request's headers", "limits")
+    max_json_depth: int = flag(64, "nesting of a request's JSON", "limits")
+    strict: bool = flag(False, "refuse requests with unknown fields", "limits")
+    response_role: str = flag("assistant", "role of the answers", "chat")
+    trust_request_chat_template: bool = flag(
         False, "let clients send chat templates, which are programs", "chat"
     )
-    default_chat_template_kwargs: dict[str, Any] | None = _flag(
+    default_chat_template_kwargs: dict[str, Any] | None = flag(
         None, "variables of the chat template, unless a request gives them", "chat"
     )
-    parse_special_tokens_in_content: bool = _flag(
+    parse_special_tokens_in_content: bool = flag(
         False, "let control tokens typed into messages be control tokens", "chat"
     )
-    return_tokens_as_token_ids: bool = _flag(
+    return_tokens_as_token_ids: bool = flag(
         False, "show tokens of log-probabilities as token_id:N", "answers"
     )
-    enable_request_id_headers: bool = _flag(False, "send X-Request-Id with answers", "answers")
-    enable_force_include_usage: bool = _flag(False, "end every stream with its usage", "answers")
-    enable_prompt_tokens_details: bool = _flag(
+    enable_request_id_headers: bool = flag(False, "send X-Request-Id with answers", "answers")
+    enable_force_include_usage: bool = flag(False, "end every stream with its usage", "answers")
+    enable_prompt_tokens_details: bool = flag(
         False, "tell cached tokens in prompt_tokens_details", "answers"
     )
-    sse_keep_alive_interval: float = _flag(
+    sse_keep_alive_interval: float = flag(
         0.0, "seconds of silence after which a stream gets a comment line; 0 = never", "answers"
     )
 
@@ -93,24 +86,30 @@ class ServerConfig:
         for item in fields(self):
             if isinstance(getattr(self, item.name), list):
                 object.__setattr__(self, item.name, tuple(getattr(self, item.name)))
-            self._check_type(item.name, item.type)
-        self._check_range("port", 0, 65535)
+        check_types(self)
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, tuple) and not all(isinstance(part, str) for part in value):
+                raise field_error(self, item.name, "must be a list of texts")
+        check_range(self, "port", 0, 65535)
         for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_json_depth"):
-            self._check_range(name, 1)
+            check_range(self, name, 1)
         for name in ("max_body_bytes", "max_header_bytes"):
-            self._check_range(name, 1024)
+            check_range(self, name, 1024)
+        check_range(self, "watchdog_seconds", 1)
         for name in ("shutdown_timeout", "max_log_len", "sse_keep_alive_interval"):
-            self._check_range(name, 0)
-        self._check_range("max_json_depth", 1, 512)
-        if self.uvicorn_log_level not in LOG_LEVELS:
-            raise self._error("uvicorn_log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+            check_range(self, name, 0)
+        check_range(self, "max_json_depth", 1, 512)
+        check_choice(self, "uvicorn_log_level", LOG_LEVELS)
         for key in self.api_key:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise EngineConfigError("api_key must be printable ASCII without spaces")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise self._error("root_path", "must begin with / and not end with one")
+            raise field_error(self, "root_path", "must begin with / and not end with one")
         if self.allow_credentials and "*" in self.allowed_origins:
-            raise self._error("allowed_origins", "must name origins when allow_credentials is set")
+            raise field_error(
+                self, "allowed_origins", "must name origins when allow_credentials is set"
+            )
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
@@ -124,32 +123,6 @@ class ServerConfig:
             if name not in known:
                 refuse_unsupported_flag(name, value)
         return cls(**{name: value for name, value in keywords.items() if name in known})
-
-    def _check_type(self, name: str, annotation: Any) -> None:
-        value, kinds = getattr(self, name), (annotation,)
-        if isinstance(annotation, types.UnionType):
-            kinds = get_args(annotation)
-        plain = tuple(get_origin(kind) or kind for kind in kinds)
-        if float in plain:
-            plain += (int,)
-        is_right = isinstance(value, plain) and not (isinstance(value, bool) and bool not in plain)
-        if isinstance(value, tuple):
-            is_right = is_right and all(isinstance(part, str) for part in value)
-        if not is_right:
-            rule = f"{name} must be {_NAME_OF_KIND[plain[0]]}"
-            is_secret = name == "api_key"
-            raise EngineConfigError(rule if is_secret else f"{rule}; got {describe_value(value)}")
-
-    def _check_range(self, name: str, low: float, high: float = math.inf) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if not low <= value <= high or value == math.inf:
-            rule = f"must be at least {low}" if high == math.inf else f"must be in [{low}, {high}]"
-            raise self._error(name, rule)
-
-    def _error(self, name: str, rule: str) -> EngineConfigError:
-        return EngineConfigError(f"{name} {rule}; got {describe_value(getattr(self, name))}")
 
 
 NOT_YET: dict[str, tuple[Any, ...]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ExceptionHandler, Scope
 
@@ -147,7 +147,12 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     return response
 
 
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)
+
+
 EXCEPTION_HANDLERS: dict[Any, ExceptionHandler] = {
+    ClientDisconnect: _answer_nobody,
     JaxServeError: _answer,
     HTTPException: _answer_http,
     Exception: _answer,

@@ -59,8 +59,7 @@ class ServerState:
     @property
     def is_healthy(self) -> bool:
         """Whether new requests are taken and the engine goes on."""
-        engine = self.engine
-        return engine.state is EngineState.READY and not self.is_draining and not engine.is_stalled
+        return self.status == "ready"
 
     @property
     def status(self) -> str:
@@ -69,7 +68,8 @@ class ServerState:
             return self.engine.state.value
         if self.is_draining:
             return "draining"
-        return "stalled" if self.engine.is_stalled else "ready"
+        is_stalled = self.engine.seconds_since_news > self.config.watchdog_seconds
+        return "stalled" if is_stalled else "ready"
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None asks for whatever there is.

@@ -205,5 +205,5 @@ async def _send_comments(sender: _EventSender, seconds: float) -> None:
         while True:
             num_begun = sender.num_begun
             await asyncio.sleep(seconds)
-            if sender.num_begun == num_begun:
+            if sender.num_begun == num_begun == sender.num_done:
                 await sender.send(_KEEP_ALIVE)

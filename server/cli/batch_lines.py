@@ -7,11 +7,17 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from jaxserve.async_llm_engine import check_pool_length
-from jaxserve.errors import InvalidRequestError, JaxServeError, ModelNotFoundError, RowError
+from jaxserve.errors import (
+    InvalidRequestError,
+    JaxServeError,
+    ModelNotFoundError,
+    RowError,
+    describe_value,
+)
 from jaxserve.llm import LLM
 from jaxserve.outputs import RequestOutput
 from jaxserve.request_loop import Submission
+from jaxserve.request_preparer import check_pool_length
 from jaxserve.sampling_params import RequestOutputKind
 from server.errors import error_body, error_kind
 from server.protocol.answers import AnswerStyle, now_seconds
@@ -119,7 +125,8 @@ class BatchReader:
         request, _ = decode(body)
         if request.model is not None and request.model not in self._model_names:
             names = ", ".join(f"`{name}`" for name in self._model_names)
-            raise ModelNotFoundError(f"The model does not exist. Valid aliases: {names}")
+            shown = describe_value(request.model)[1:-1]
+            raise ModelNotFoundError(f"The model `{shown}` does not exist. Valid aliases: {names}")
         if request.stream:
             raise InvalidRequestError("stream must not be set in a batch", parameter="stream")
         return request

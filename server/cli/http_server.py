@@ -25,8 +25,14 @@ class HttpServer(uvicorn.Server):
 
     @property
     def is_answering(self) -> bool:
-        """Whether an application's answer to a request is under way."""
-        return bool(self.server_state.tasks)
+        """Whether an application's answer to a request that has come whole is under way."""
+        return len(self.server_state.tasks) > self.num_coming
+
+    @property
+    def num_coming(self) -> int:
+        """Requests that have begun to come and of which more must come."""
+        connections = self.server_state.connections
+        return sum(getattr(connection, "is_reading_body", False) for connection in connections)
 
     def stop(self) -> None:
         """Take no connections any more, and return from `serve` soon."""
@@ -55,9 +61,16 @@ def make_http_server(app: Any, config: ServerConfig, silent_paths: Collection[st
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=LAST_WRITES_SECONDS,
     )
-    access_log = logging.getLogger("uvicorn.access")
-    access_log.filters = [_AccessFilter(silent_paths)]
+    logging.getLogger("uvicorn.access").filters = [_AccessFilter(silent_paths)]
+    logging.getLogger("uvicorn.error").filters = [_LifeFilter()]
     return HttpServer(settings)
+
+
+class _LifeFilter(logging.Filter):
+    """Drops uvicorn's news of its own start and end: ServerLife tells those of the server."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno != logging.INFO
 
 
 class _AccessFilter(logging.Filter):

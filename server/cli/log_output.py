@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Iterator
 
-from jaxserve.log_writer import LogWriter
+from jaxserve.log_writer import LINE_START, TIME_FORMAT, LogWriter
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -15,7 +15,7 @@ def start_logging(level: str) -> Iterator[LogWriter]:
     """Log to stderr until the block ends; jaxserve's own messages from `level` up."""
     root = logging.getLogger()
     writer = LogWriter(sys.stderr)
-    writer.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    writer.setFormatter(logging.Formatter(f"{LINE_START} %(name)s: %(message)s", TIME_FORMAT))
     before = root.level
     root.addHandler(writer)
     root.setLevel(logging.WARNING)

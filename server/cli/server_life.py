@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 LAST_ANSWERS_SECONDS = 2.0
 """How long answers may take to tell clients of an engine's death."""
+LAST_BODIES_SECONDS = 1.0
+"""How long a drain waits for bodies that have begun to come."""
 SECOND_SIGNAL_SECONDS = 0.5
 """Between the second signal and the end."""
 
@@ -115,12 +117,21 @@ class ServerLife:
             self._engine.num_unfinished_requests,
             self._drain_seconds,
         )
-        end = time.monotonic() + self._drain_seconds
-        while self._is_busy and not self._is_dead and time.monotonic() < end:
+        start = time.monotonic()
+        end = start + self._drain_seconds
+        last_coming = min(end, start + LAST_BODIES_SECONDS)
+        while not self._is_dead and time.monotonic() < end:
+            is_coming = self._http.num_coming > 0 and time.monotonic() < last_coming
+            if not self._is_busy and not is_coming:
+                break
             await asyncio.sleep(POLL_SECONDS)
-        if self._is_busy and not self._is_dead:
+        if self._is_dead:
+            return
+        if self._is_busy:
             num = self._engine.num_unfinished_requests
             logger.warning("%d requests are ended, since their time is over", num)
+        else:
+            logger.info("drained: all requests are finished")
 
     @property
     def _is_busy(self) -> bool:

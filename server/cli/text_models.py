@@ -102,6 +102,11 @@ class RemoteModel:
     def _first_name(self) -> str:
         with self._reachable():
             response = self._http.get(f"{self.url}/models")
+            if response.status_code == 404 and not self.url.endswith("/v1"):
+                raise CommandError(
+                    f"the server answers 404 at {self.url}/models; --url is most often one that "
+                    "ends in /v1"
+                )
             _check(response)
             names = [model["id"] for model in _json(response).get("data", [])]
         if not names:

@@ -42,7 +42,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     """
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     add_generation_prompt: bool = True

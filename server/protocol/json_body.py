@@ -1,6 +1,7 @@
 """decode_object: from the bytes of a body to one JSON object, with bounds on what it may cost."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ MAX_STRINGS = 250_000
 MAX_VALUES = 2_000_000
 """Values of a body; a prompt of token ids has one an id."""
 
+_PAIR = re.compile(rb"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}", re.IGNORECASE)
+_HALF = re.compile(rb"\\ud[89a-f]", re.IGNORECASE)
 _OPENING, _CLOSING = b"[{", b"]}"
 _NOT_BRACKETS = bytes(set(range(256)) - set(_OPENING + _CLOSING))
 _decoder = msgspec.json.Decoder()
@@ -39,6 +42,9 @@ def decode_object(body: bytes, max_depth: int = 64) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InvalidRequestError("body must be UTF-8") from error
     except msgspec.MsgspecError as error:
+        if _HALF.search(_PAIR.sub(b"", body.replace(b"\\\\", b""))):
+            # msgspec takes most of them for an end of the body.
+            raise InvalidRequestError("body must hold no half of a surrogate pair") from error
         raise InvalidRequestError(f"body must be JSON; got: {error}") from error
     except RecursionError as error:
         raise InvalidRequestError("body must not be nested so deep") from error

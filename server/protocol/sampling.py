@@ -28,8 +28,8 @@ class StreamOptions(msgspec.Struct):
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields of chat and completion requests that choose tokens or are hints; vLLM's names.
 
-    None means "not given". `user`, `metadata`, `store`, `service_tier` and `session_id` ask for
-    nothing that this server could do or leave.
+    None means "not given". `user`, `safety_identifier`, `prompt_cache_key`, `metadata`, `store`,
+    `service_tier` and `session_id` ask for nothing that this server could do or leave.
     """
 
     model: Name | None = None
@@ -67,6 +67,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None

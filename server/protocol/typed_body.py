@@ -11,6 +11,14 @@ from server.protocol.json_body import decode_object
 _PATH = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected (?P<rule>.*?)(?:, got (?P<got>.*))?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>\w+)`$")
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 _MAX_SHOWN = 16
 
 
@@ -61,10 +69,19 @@ def _readable(text: str, fields: dict[str, Any]) -> InvalidRequestError:
         return InvalidRequestError(f"{path} must be given", parameter=path)
     expected = _EXPECTED.match(rule)
     if expected:
-        rule = f"must be {expected['rule']}".replace("`", "").replace(" | null", "")
+        rule = f"must be {_plain(expected['rule'])}"
     else:
         rule = f"must be right: {rule}"
     if path in fields:
         return InvalidRequestError.for_field(path, rule, fields[path])
-    got = f"; got {expected['got']}".replace("`", "") if expected and expected["got"] else ""
+    got = f"; got {_plain(expected['got'])}" if expected and expected["got"] else ""
     return InvalidRequestError(f"{path or 'body'} {rule}{got}", parameter=path or None)
+
+
+def _plain(kinds: str) -> str:
+    """Names of types as msgspec gives them, such as `int | null`, for people."""
+    match = re.match(r"((?:\w+ \| )*\w+)(.*)$", kinds.replace("`", ""), re.DOTALL)
+    if match is None:
+        return kinds
+    names = [name for name in match[1].split(" | ") if name != "null"] or ["null"]
+    return " or ".join(_KINDS.get(name, name) for name in names) + match[2]

@@ -25,6 +25,8 @@ DURATION_SECONDS = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
     *(120.0, 300.0),
 )
+_CLIENT_GONE = 499
+"""As nginx counts a client that went before its answer; nothing is sent."""
 
 
 def attach_metrics(engine: AsyncLLMEngine) -> EngineMetrics:
@@ -75,11 +77,14 @@ class HttpMetrics:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; one that ends without a status counts as 5xx."""
+        """Pass a request on.
+
+        One that raises counts as 5xx; one whose client has gone before its answer, as 4xx.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.perf_counter(), 500
+        start, status = time.perf_counter(), 0
 
         async def watch(message: Message) -> None:
             nonlocal status
@@ -89,8 +94,9 @@ class HttpMetrics:
 
         try:
             await self._app(scope, receive, watch)
+            status = status or _CLIENT_GONE
         finally:
-            self._count(scope, status, time.perf_counter() - start)
+            self._count(scope, status or 500, time.perf_counter() - start)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         route = scope.get("route")

@@ -1,10 +1,13 @@
 """GET /health, /ping, /version and /load: how the server is, for those who watch it."""
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import jaxserve
+from jaxserve.async_llm_engine import EngineState
 from server.state import state_of
 
 
@@ -13,8 +16,10 @@ async def _show_health(request: Request) -> Response:
     state = state_of(request.scope)
     if state.is_healthy:
         return Response(status_code=200)
-    stage, done, total = state.engine.progress
-    body = {"status": state.status, "stage": stage, "done": done, "total": total}
+    body: dict[str, Any] = {"status": state.status}
+    if state.engine.state is EngineState.STARTING:
+        stage, done, total = state.engine.progress
+        body |= {"stage": stage, "done": done, "total": total}
     return JSONResponse(body, 503)
 
 

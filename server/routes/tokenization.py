@@ -35,8 +35,8 @@ async def _tokenize(request: Request) -> Response:
     tokens = await state.engine.in_text_thread(lambda: _encode(state, asked))
     strings = None
     if asked.return_token_strs:
-        tokenizer = state.engine.get_tokenizer()
-        strings = [tokenizer.vocabulary_token(token_id) for token_id in tokens]
+        name_of = state.engine.get_tokenizer().vocabulary_token
+        strings = await state.engine.in_text_thread(lambda: list(map(name_of, tokens)))
     max_len = state.max_model_len
     return _answer(TokenizeResponse(len(tokens), max_len, tokens, strings), unknown)
 

@@ -65,6 +65,7 @@ async def test_browsers_of_allowed_origins_get_their_headers_even_with_errors():
         headers["Origin"] = "http://other"
         response = await served.client.options("/v1/chat/completions", headers=headers)
         assert "access-control-allow-origin" not in response.headers
+        assert error_of(response, 400).startswith("origin must be one")
 
 
 async def test_without_origins_no_page_gets_in():

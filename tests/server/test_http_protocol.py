@@ -102,7 +102,43 @@ def test_a_long_path_counts_too():
 
 
 def test_what_is_no_http_is_refused_in_the_same_form():
-    assert refusal(talk(b"\x00\x01\x02 hello\r\n\r\n"), 400) == "Invalid HTTP request received."
+    message = refusal(talk(b"\x00\x01\x02 hello\r\n\r\n"), 400)
+    assert message == "the request must be well-formed HTTP/1.1"
+
+
+def h2c(body: bytes, *, connection: bytes = b"Upgrade, HTTP2-Settings") -> bytes:
+    """A request as `curl --http2` and Java's HttpClient send it."""
+    headers = [b"connection: " + connection, b"upgrade: h2c", b"http2-settings: AAMAAABkAAQ"]
+    head = [b"POST / HTTP/1.1", b"host: x", b"content-length: %d" % len(body), *headers]
+    return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+def test_the_body_of_a_request_that_asks_for_another_protocol_is_read():
+    first, last = h2c(b"12345"), request(body=b"12")
+    for pieces in ([first + last], [first[:-5], first[-5:], last], [first[:40], first[40:], last]):
+        answer = talk(*pieces)
+        assert answer.count(b"HTTP/1.1 200") == 2
+        assert b"\r\n\r\n5HTTP" in answer and answer.endswith(b"\r\n\r\n2")
+    assert talk(h2c(b"1") * 3 + last).count(b"HTTP/1.1 200") == 4
+    assert talk(h2c(b"1", connection=b"upgrade, close")).endswith(b"\r\n\r\n1")
+
+
+def test_upgrades_are_held_to_the_limits_and_tunnels_are_refused():
+    first = h2c(b"12345")
+    refusal(talk(first.replace(b"host: x", b"host: " + b"x" * LIMIT)), 431)
+    refusal(talk(b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n"), 400)
+
+
+def test_what_clients_do_wrong_is_one_line_of_the_access_log_and_no_warning(caplog):
+    with caplog.at_level(logging.INFO):
+        talk(b"hello\r\n\r\n")
+        talk(request(b"x: " + b"a" * LIMIT))
+        talk(h2c(b"1", connection=b"upgrade, close"))
+    lines = [record.getMessage().partition(" - ")[2] for record in caplog.records]
+    expected = ['"- - HTTP/1.1" 400', '"- - HTTP/1.1" 431', '"POST / HTTP/1.1" 200']
+    assert [line for line in lines if line] == expected
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert not [record for record in caplog.records if record.name == "uvicorn.error"]
 
 
 def test_a_client_that_does_not_send_its_headers_is_cut_off(monkeypatch):

@@ -130,3 +130,18 @@ def test_each_bad_byte_in_a_text_is_refused():
             broken = body[:position] + bytes([bad]) + body[position + 1 :]
             with pytest.raises(InvalidRequestError):
                 decode_object(broken)
+
+
+@pytest.mark.parametrize(
+    "text", [r"\ud800", r"\udc00", r"\\\uDBFF x", r"\ud83d\ude00\ude00", r"\ud800\ud800\udc00"]
+)
+def test_half_a_surrogate_pair_is_told_as_that(text):
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
+        decode_object(b'{"a": "%s"}' % text.encode())
+
+
+@pytest.mark.parametrize("text", [r"\\ud800", r"\ud83d\ude00"])
+def test_what_only_looks_like_half_a_pair_is_not_blamed(text):
+    assert decode_object(b'{"a": "%s"}' % text.encode())
+    with pytest.raises(InvalidRequestError, match="must be JSON"):
+        decode_object(b'{"a": "%s", x}' % text.encode())

@@ -1,6 +1,7 @@
 """Tests of server/cli/log_output.py and failures.py."""
 
 import logging
+import re
 import sys
 
 from server.cli.failures import tell
@@ -21,4 +22,5 @@ def test_logging_ends_with_its_block(capsys):
         logging.getLogger("server.x").info("shown")
         logging.getLogger("server.x").debug("not shown")
     logging.getLogger("server.x").info("too late")
-    assert capsys.readouterr().err == "INFO server.x: shown\n"
+    line = r"INFO \d\d-\d\d \d\d:\d\d:\d\d server.x: shown\n"
+    assert re.fullmatch(line, capsys.readouterr().err)

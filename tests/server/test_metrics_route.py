@@ -1,3 +1,4 @@
+import asyncio
 import types
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_requests_are_counted_by_template_method_and_class_of_status(registry):
 def test_a_handler_that_raises_counts_as_5xx(registry):
     assert make_client(registry).get("/fail").status_code == 500
     assert count(registry, "/fail", "5xx") == 1
+
+
+def test_a_client_that_goes_before_its_answer_is_no_failure_of_the_server(registry):
+    async def say_nothing(scope: Any, receive: Any, send: Any) -> None:
+        return
+
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+    asyncio.run(HttpMetrics(say_nothing, registry)(scope, None, None))  # pyright: ignore[reportArgumentType]
+    assert count(registry, "none", "4xx", "POST") == 1
 
 
 def test_paths_and_methods_that_clients_invent_add_no_series(registry):

@@ -91,12 +91,18 @@ async def test_a_connection_is_good_after_a_refused_request():
         assert len(served.process.added) == 1
 
 
-async def test_a_body_that_stays_short_starts_nothing():
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_a_body_that_stays_short_starts_nothing_and_is_no_fault_of_ours(path, caplog):
     async with listening() as (served, port):
-        answer = await exchange(
-            port, head("/v1/completions", "Content-Length: 100"), b'{"prompt"', end=True
-        )
-        assert b"200" not in answer[:20] and not served.process.added
+        answer = await exchange(port, head(path, "Content-Length: 100"), b'{"prompt"', end=True)
+        assert answer == b"" and not served.process.added
+        async with asyncio.timeout(5):
+            while f'handler="{path}",method="POST",status="4xx"' not in (
+                shown := (await served.client.get("/metrics")).text
+            ):
+                await asyncio.sleep(0.01)
+        assert 'status="5xx"' not in shown
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("resets", [False, True])

@@ -272,6 +272,7 @@ def test_names_of_unknown_fields_cannot_write_headers():
 def test_every_field_of_a_request_has_a_use():
     """A field that is neither applied nor refused would be ignored in silence."""
     inert = {"user", "metadata", "store", "service_tier", "session_id", "parallel_tool_calls"}
+    inert |= {"safety_identifier", "prompt_cache_key"}
     root = Path(server.__file__).parent
     files = [root / "state.py", *root.glob("protocol/*.py"), *root.glob("routes/*completions.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
@@ -279,3 +280,20 @@ def test_every_field_of_a_request_has_a_use():
         for field in msgspec.structs.fields(kind):
             is_read = f"request.{field.name}" in text or f'"{field.name}"' in text
             assert is_read or field.name in inert, field.name
+
+
+def test_wrong_types_are_told_in_plain_words():
+    for fields, text in (
+        ({"max_tokens": "5"}, "max_tokens must be an integer; got '5'"),
+        ({"temperature": "x"}, "temperature must be a number; got 'x'"),
+        ({"stream": 1}, "stream must be true or false; got 1"),
+        ({"stop": 5}, "stop must be a text or a list; got 5"),
+        ({"stop": [5]}, "stop[0] must be a text; got an integer"),
+        ({"logit_bias": []}, "logit_bias must be an object; got []"),
+        ({"n": 0}, "n must be an integer >= 1; got 0"),
+        ({"messages": []}, "messages must be a list of length >= 1; got []"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be an integer >= 1; got 0"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            chat(**fields)
+        assert str(caught.value) == text

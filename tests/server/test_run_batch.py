@@ -90,7 +90,7 @@ BAD = [
     (completion("a").replace(b'"max_tokens": 4', b'"max_tokens": "x"'), "a", 400, "max_tokens"),
     (completion("a", ""), "a", 400, "prompt must give at least one token"),
     (completion("a", "w5 " * 200), "a", 400, "maximum context length"),
-    (completion("a", model="other"), "a", 404, "The model does not exist"),
+    (completion("a", model="other"), "a", 404, "The model `other` does not exist"),
     (completion("a", stream=True), "a", 400, "stream must not be set in a batch"),
     (completion("a", frequency_penalty=9), "a", 400, "frequency_penalty"),
     (chat("a", "w5", tool_choice="required"), "a", 400, "tool_choice"),

@@ -1,8 +1,10 @@
 """Tests of server/cli/server_life.py, with an engine that only pretends and a real HTTP server."""
 
 import asyncio
+import logging
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +60,8 @@ class World:
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers /slow when the test lets it, and tells then whether the engine was dead."""
+        while (await receive()).get("more_body"):
+            pass
         if scope["path"] == "/slow":
             while not self.may_answer.is_set() and self.engine.state is not EngineState.DEAD:
                 await asyncio.sleep(0.01)
@@ -143,6 +147,27 @@ def test_what_is_not_finished_in_time_is_ended_with_the_engine():
 
     world = live(act, drain_seconds=0.3)
     assert world.status == 0 and answers == ["dead draining=True"]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(caplog):
+    answers: list[bytes] = []
+
+    async def act(world: World) -> None:
+        await become_ready(world)
+        host, port = world.listener.socket.getsockname()[:2]
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        await asyncio.sleep(0.2)
+        send_signal()
+        answers.append(await reader.read())
+        writer.close()
+
+    start = time.monotonic()
+    with caplog.at_level(logging.INFO, "server.cli.server_life"):
+        world = live(act)
+    assert world.status == 0 and answers == [b""] and time.monotonic() - start < 10
+    assert "drained: all requests are finished" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 def test_a_second_signal_kills_the_engine_and_leaves(monkeypatch):

@@ -171,3 +171,12 @@ def test_a_server_that_is_not_there_is_one_line(url, status, message, capsys):
 def test_flags_that_nothing_would_read_are_refused(command, words, message, capsys):
     assert main([command, "-q", "hi", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_url_that_is_not_that_of_the_api_is_told_with_advice(server, monkeypatch, capsys):
+    url, script = server
+    monkeypatch.setattr(script, "do_GET", lambda self: self._send(404, b"{}", "application/json"))
+    assert main(["complete", "--url", url.removesuffix("/v1"), "-q", "x"]) == 1
+    assert capsys.readouterr().err.endswith("--url is most often one that ends in /v1\n")
+    assert main(["complete", "--url", url, "-q", "x"]) == 1
+    assert "most often" not in capsys.readouterr().err
