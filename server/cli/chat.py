@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_config_arguments(parser, ChatOptions)
     add_config_arguments(parser, RemoteOptions)
-    add_sampling_arguments(parser, max_tokens=512)
+    add_sampling_arguments(parser)
     add_engine_arguments(parser, without={"skip_tokenizer_init"})
     add_unsupported_flags(parser, of_server=False)
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             rule = "must be given; the model has no chat template"
             raise InvalidRequestError(f"--chat-template {rule}")
 
-    model = open_model(arguments, check_template)
+    model = open_model(arguments, check_template, is_chat=True)
     conversation = Conversation(model, arguments.system_prompt, has_stats=arguments.stats)
     if arguments.quick is not None:
         conversation.answer(arguments.quick)

@@ -2,34 +2,35 @@
 
 import argparse
 import difflib
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxserve.errors import EngineConfigError
 from server.cli.shown_settings import SECRETS
 from server.cli.values import value_from_yaml
 
-if TYPE_CHECKING:
-    from server.cli.parser import Parser
-
 MAX_FILE_BYTES = 1 << 20
 
 
-def read_config_file(path: str, parser: "Parser") -> dict[str, Any]:
+def read_config_file(
+    path: str, find: Callable[[str], argparse.Action | None], flags: Collection[str]
+) -> dict[str, Any]:
     """Values by name of argument; null leaves a default as it is.
 
     Args:
       path: of a YAML file with one mapping, of flags' names to their values.
-      parser: knows the flags.
+      find: the action of a flag's name; None if there is none.
+      flags: all flags, for advice.
 
     Raises:
       EngineConfigError: the file cannot be read, or holds a key or value that no flag takes.
     """
     values: dict[str, Any] = {}
     for key, value in _load(path).items():
-        action = parser.find(key) if isinstance(key, str) else None
+        action = find(key) if isinstance(key, str) else None
         if action is None or action.dest in ("help", "config", "version"):
-            raise EngineConfigError(f"{path}: {key!r} is not a flag{_advice(key, parser)}")
+            raise EngineConfigError(f"{path}: {key!r} is not a flag{_advice(key, flags)}")
         if value is None:
             continue
         try:
@@ -75,7 +76,7 @@ def _load(path: str) -> dict[Any, Any]:
     return loaded
 
 
-def _advice(key: Any, parser: "Parser") -> str:
-    known = [flag.lstrip("-") for flag in parser.flag_actions()]
+def _advice(key: Any, flags: Collection[str]) -> str:
+    known = [flag.lstrip("-") for flag in flags]
     close = difflib.get_close_matches(str(key).replace("_", "-"), known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

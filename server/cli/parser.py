@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
             flag, equals, path = word.partition("=")
             if flag == "--config" and (equals or index + 1 < len(words)):
                 path = path if equals else words[index + 1]
-                self.set_defaults(**read_config_file(path, self))
+                self.set_defaults(**read_config_file(path, self.find, self.flag_actions()))
 
     def _refuse(self, words: Sequence[str]) -> NoReturn:
         """Tell which word is not known, and which flag it may be meant to be."""

@@ -18,6 +18,7 @@ from server.cli.arguments import (
 )
 from server.cli.failures import CommandError, tell
 from server.cli.text_models import LocalModel, RemoteModel, TextModel
+from server.protocol.sampling import UNSET_MAX_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,15 @@ class RemoteOptions:
     )
 
 
-def open_model(arguments: argparse.Namespace, check_model: Callable[[LLM], None]) -> TextModel:
+def open_model(
+    arguments: argparse.Namespace, check_model: Callable[[LLM], None], *, is_chat: bool = False
+) -> TextModel:
     """The model that the flags name; a flag that it would not read is refused.
 
     Args:
       arguments: with RemoteOptions, EngineConfig and sampling parameters.
       check_model: raises when a model in this process will not do.
+      is_chat: answers that nobody limits may use the rest of the model's length, as on a server.
 
     Raises:
       EngineConfigError: flags contradict each other.
@@ -65,7 +69,10 @@ def open_model(arguments: argparse.Namespace, check_model: Callable[[LLM], None]
         raise EngineConfigError("--api-key must come with --url")
     llm = LLM.from_config(interactive_engine_config(arguments))
     check_model(llm)
-    return LocalModel(llm, sampling_params(arguments, llm.get_default_sampling_params()))
+    defaults = llm.get_default_sampling_params()
+    if is_chat and defaults.max_tokens == UNSET_MAX_TOKENS:
+        defaults.max_tokens = None
+    return LocalModel(llm, sampling_params(arguments, defaults))
 
 
 def answer_all(answer: Callable[[str], None], *, is_terminal: bool) -> int:

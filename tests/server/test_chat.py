@@ -51,6 +51,13 @@ def test_a_quick_question_gets_one_answer_and_nothing_else(prompts, capsys):
     assert prompts == [[system, user]]
 
 
+def test_an_answer_that_nobody_limits_may_use_the_rest_of_the_length(prompts, capsys):
+    assert main(["chat", "-q", "w5", "--temperature", "0"]) == 0
+    num_prompt_tokens = 3  # user w5 w9
+    num_words = len(capsys.readouterr().out.split())
+    assert num_words == SETTINGS["max_model_len"] - num_prompt_tokens
+
+
 def test_a_pipe_gives_one_answer_a_line_and_the_conversation_grows(prompts, capsys, monkeypatch):
     type_in(monkeypatch, "w5\n\nw6")
     assert main(["chat", *OPTIONS]) == 0

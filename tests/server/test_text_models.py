@@ -78,7 +78,6 @@ def test_a_question_goes_to_the_server_and_its_answer_is_printed(server, capsys)
     assert body == {
         "model": "first",
         "messages": messages,
-        "max_tokens": 512,
         "temperature": 0.0,
         "stop": ["x"],
         "stream": True,
