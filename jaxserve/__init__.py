@@ -8,7 +8,9 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.async_llm_engine import AsyncLLMEngine
     from jaxserve.config import EngineConfig
+    from jaxserve.config import EngineConfig as AsyncEngineArgs
     from jaxserve.config import EngineConfig as EngineArgs
     from jaxserve.errors import InvalidRequestError, VLLMValidationError
     from jaxserve.llm import LLM
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
@@ -32,6 +36,8 @@ __all__ = [
 
 _HOMES = {
     "LLM": ("jaxserve.llm", "LLM"),
+    "AsyncEngineArgs": ("jaxserve.config", "EngineConfig"),
+    "AsyncLLMEngine": ("jaxserve.async_llm_engine", "AsyncLLMEngine"),
     "BeamSearchParams": ("jaxserve.sampling_params", "BeamSearchParams"),
     "CompletionOutput": ("jaxserve.outputs", "CompletionOutput"),
     "EngineArgs": ("jaxserve.config", "EngineConfig"),

@@ -107,6 +107,21 @@ class Sharder:
         sharding = self.sharding(shape, axes)
         return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
 
+    def whole_rows(self, logits: jax.Array) -> jax.Array:
+        """Logits [R, V], computed split over V, so that each device has whole rows of its own.
+
+        What sorts or sums along V then stays on the device. Left split over V, XLA's partitioned
+        cumulative sum of 64 x 151,936 took 25 times as long (two devices, 2026-11-30).
+        """
+        R, V = logits.shape
+        if self.mesh.size == 1:
+            return logits
+        if V % self.mesh.size == 0:  # without this the head's weights would be moved instead
+            by_vocab = NamedSharding(self.mesh, PartitionSpec(None, "model"))
+            logits = jax.lax.with_sharding_constraint(logits, by_vocab)
+        by_row = PartitionSpec("model" if R % self.mesh.size == 0 else None)
+        return jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, by_row))
+
     def replicated(self, shape: Sequence[int], dtype: str | jnp.dtype) -> jax.ShapeDtypeStruct:
         """An abstract array that every device holds whole."""
         return self.abstract(shape, dtype, (None,) * len(shape))

@@ -30,6 +30,7 @@ def make_engine(folder: Path, **settings: Any) -> BuiltEngine:
         "row_buckets": (8,),
         "token_buckets": (64,),
         "max_model_len": 256,
+        "dtype": "float32",
     }
     return build_engine(EngineConfig(model=str(folder), **(defaults | settings)))
 

@@ -119,7 +119,7 @@ def make_programs(
         hidden_size=setup.model.hidden_size,
         hidden_dtype=setup.dtype,
     )
-    functions = StepFunctions(setup.layout)
+    functions = StepFunctions(setup.layout, setup.sharder)
     return builder, ProgramTable(functions, shapes, setup.sharder, builder, buckets)
 
 

@@ -20,6 +20,7 @@ from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.sampler import TopLogprobs, sample_tokens, top_logprobs
 from models.kv_cache import KVCache
 from models.layers import compute_logits
+from models.sharding import Sharder
 from models.weight_layout import WeightLayout
 
 RESULT_COLUMNS = 3
@@ -32,9 +33,11 @@ class StepFunctions:
 
     Attributes:
       weights: the layout of the leaves.
+      sharder: of the devices that share the model; None = one device.
     """
 
     weights: WeightLayout
+    sharder: Sharder | None = None
 
     def forward(
         self,
@@ -87,6 +90,8 @@ class StepFunctions:
         """
         records = rows_of(state, slot_ids)
         logits = compute_logits(head, hidden, self.weights.logit_soft_cap)
+        if mode >= SampleMode.TRUNCATED and self.sharder is not None:
+            logits = self.sharder.whole_rows(logits)
         tokens = sample_tokens(logits, sampling_rows(records), mode)
         is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
         num_new = can_sample(records).astype(jnp.int32)
