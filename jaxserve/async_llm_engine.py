@@ -25,16 +25,16 @@ from jaxserve.distributed.messages import (
 )
 from jaxserve.distributed.socket_client import SocketClient
 from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
-from jaxserve.front_end import FrontEnd
-from jaxserve.model_files import localize
-from jaxserve.observers import Observers
-from jaxserve.open_requests import OpenRequests
+from jaxserve.metrics.observers import Observers
 from jaxserve.outputs import RequestOutput
-from jaxserve.prompts import Message, Prompt
+from jaxserve.processing.front_end import FrontEnd
+from jaxserve.processing.model_files import localize
+from jaxserve.processing.open_requests import OpenRequests
+from jaxserve.processing.prompts import Message, Prompt
+from jaxserve.processing.request_loop import Submission
+from jaxserve.processing.request_maker import Params, RequestMaker
+from jaxserve.processing.request_preparer import RequestPreparer
 from jaxserve.request import Request
-from jaxserve.request_loop import Submission
-from jaxserve.request_maker import Params, RequestMaker
-from jaxserve.request_preparer import RequestPreparer
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ from jaxserve.execution.limits import Limits
 from jaxserve.execution.memory_plan import MemoryBill
 from jaxserve.execution.model_runner import ModelRunner
 from jaxserve.execution.model_setup import ModelSetup
-from jaxserve.model_files import open_configured_model
+from jaxserve.processing.model_files import open_configured_model
 from jaxserve.scheduling.scheduler import Scheduler
 from models.config import ModelConfig
 from models.kv_cache import allocate_cache

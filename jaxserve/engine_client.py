@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from jaxserve.output_processor import StopAbort
+from jaxserve.processing.output_processor import StopAbort
 from jaxserve.request import FinishReason, Request
 from jaxserve.step import SequenceUpdate
 

@@ -8,20 +8,20 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine_client import InProcessClient
 from jaxserve.environment import environment_settings
 from jaxserve.errors import EngineConfigError, InvalidRequestError, describe_value
-from jaxserve.front_end import FrontEnd
-from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
+from jaxserve.processing.front_end import FrontEnd
+from jaxserve.processing.output_processor import OutputProcessor
+from jaxserve.processing.prompts import Message, Prompt
+from jaxserve.processing.request_loop import RequestLoop, Submission
+from jaxserve.processing.request_maker import Params, RequestMaker
 from jaxserve.progress import PromptProgress, StartProgress
-from jaxserve.prompts import Message, Prompt
-from jaxserve.request_loop import RequestLoop, Submission
-from jaxserve.request_maker import Params, RequestMaker
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.engine_builder import BuiltEngine
-    from jaxserve.llm_metrics import WatchedProcessor
+    from jaxserve.metrics.offline import WatchedProcessor
     from jaxserve.v1.metrics.reader import Metric
 
 
@@ -310,7 +310,7 @@ def _watch(
     processor: OutputProcessor, config: EngineConfig, built: "BuiltEngine"
 ) -> "WatchedProcessor":
     """Count what passes the processor; the metrics' library is loaded for those who want it."""
-    from jaxserve.llm_metrics import WatchedProcessor
+    from jaxserve.metrics.offline import WatchedProcessor
 
     return WatchedProcessor(processor, config, built)
 

@@ -9,7 +9,7 @@ from starlette.types import Scope
 import jaxserve
 from jaxserve.async_llm_engine import AsyncLLMEngine, EngineState
 from jaxserve.errors import EngineNotReadyError, ModelNotFoundError, describe_value
-from jaxserve.metrics import model_name
+from jaxserve.metrics.engine_metrics import model_name
 from server.access.queue_bound import QueueBound
 from server.config import ServerConfig
 from server.protocol.answers import AnswerStyle, now_seconds

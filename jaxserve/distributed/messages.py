@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.output_processor import StopAbort
+from jaxserve.processing.output_processor import StopAbort
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import SequenceUpdate

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxserve.async_llm_engine import AsyncLLMEngine
 from jaxserve.errors import QueueFullError
-from jaxserve.request_loop import Submission
+from jaxserve.processing.request_loop import Submission
 from server.config import ServerConfig
 
 LEAST_QUEUED = 256

@@ -16,8 +16,8 @@ from jaxserve.errors import (
 )
 from jaxserve.llm import LLM
 from jaxserve.outputs import RequestOutput
-from jaxserve.request_loop import Submission
-from jaxserve.request_preparer import check_pool_length
+from jaxserve.processing.request_loop import Submission
+from jaxserve.processing.request_preparer import check_pool_length
 from jaxserve.sampling_params import RequestOutputKind
 from server.errors import error_body, error_kind
 from server.protocol.answers import AnswerStyle, now_seconds

@@ -23,7 +23,7 @@ from server.cli.unsupported import add_unsupported_flags
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from jaxserve.front_end import FrontEnd
+    from jaxserve.processing.front_end import FrontEnd
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _one_model(arguments: argparse.Namespace) -> str | None:
 
 
 def _open_front_end(config: EngineConfig) -> "FrontEnd":
-    from jaxserve.front_end import FrontEnd
+    from jaxserve.processing.front_end import FrontEnd
 
     return FrontEnd.open(config)
 

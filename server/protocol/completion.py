@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.prompts import Prompt
+from jaxserve.processing.prompts import Prompt
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 from server.protocol.sampling import (

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.sampling_limits import refuse_unsupported
+from jaxserve.processing.sampling_limits import refuse_unsupported
 from jaxserve.sampling_params import RepetitionDetectionParams, SamplingParams
 
 MAX_SEQUENCES = 256

@@ -6,7 +6,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from jaxserve.outputs import RequestOutput
-from jaxserve.request_loop import Submission
+from jaxserve.processing.request_loop import Submission
 from server.access.prompt_size import check_prompt_sizes
 from server.protocol.answers import encoder
 from server.protocol.completion import (

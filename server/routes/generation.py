@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.outputs import RequestOutput
-from jaxserve.request_loop import Submission
+from jaxserve.processing.request_loop import Submission
 from server.access.limits import read_body
 from server.protocol.typed_body import ignored_fields_header
 from server.state import ServerState, state_of

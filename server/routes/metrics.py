@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.async_llm_engine import AsyncLLMEngine
-from jaxserve.metrics import EngineMetrics
+from jaxserve.metrics.engine_metrics import EngineMetrics
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 """Methods with a label of their own; a client can invent others, and they must not add series."""

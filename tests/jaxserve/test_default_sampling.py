@@ -1,4 +1,4 @@
-"""Tests of jaxserve/default_sampling.py."""
+"""Tests of jaxserve/processing/default_sampling.py."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.default_sampling import read_generation_defaults
 from jaxserve.errors import EngineConfigError, ModelLoadError
 from jaxserve.loading_config import LoadingConfig
+from jaxserve.processing.default_sampling import read_generation_defaults
 from jaxserve.sampling_params import SamplingParams
 
 FILE: dict[str, Any] = {

@@ -22,7 +22,7 @@ from jaxserve.distributed.messages import (
     frame_length,
 )
 from jaxserve.engine import Engine
-from jaxserve.output_processor import StopAbort
+from jaxserve.processing.output_processor import StopAbort
 from jaxserve.request import FinishReason, Request, SequenceStatus
 from tests.engine_runs import assert_idle_and_sane, greedy, shared_engine, with_scheduler
 from tests.goldens_loader import load_golden

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.execution.slot_record import MAX_STOP_IDS
-from jaxserve.front_end import FrontEnd
+from jaxserve.processing.front_end import FrontEnd
 from models.errors import ModelLoadError
 from tests.tiny_llm import GOLDEN, write_tokenizer
 

@@ -14,11 +14,11 @@ LIGHT = [
     "jaxserve.config",
     "jaxserve.errors",
     "jaxserve.sampling_params",
-    "jaxserve.sampling_limits",
+    "jaxserve.processing.sampling_limits",
     "jaxserve.request",
     "jaxserve.step",
     "jaxserve.outputs",
-    "jaxserve.output_processor",
+    "jaxserve.processing.output_processor",
 ]
 
 

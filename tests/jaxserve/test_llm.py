@@ -443,7 +443,7 @@ def test_a_default_that_this_release_lacks_says_where_it_comes_from(llm: LLM, mo
 
 
 def test_a_template_of_the_config_may_stand_in_a_file(tmp_path: Path, llm: LLM):
-    from jaxserve.front_end import _read_chat_template
+    from jaxserve.processing.front_end import _read_chat_template
 
     path = tmp_path / "chat.jinja"
     path.write_text(CHAT_TEMPLATE)

@@ -20,7 +20,7 @@ from jaxserve.distributed.messages import (
     encode_frame,
     frame_length,
 )
-from jaxserve.output_processor import StopAbort
+from jaxserve.processing.output_processor import StopAbort
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.step import SequenceUpdate, TokenLogprobs

@@ -11,7 +11,11 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError, ModelLoadError
 from jaxserve.llm import LLM
-from jaxserve.model_files import load_configured_tokenizer, localize, open_configured_model
+from jaxserve.processing.model_files import (
+    load_configured_tokenizer,
+    localize,
+    open_configured_model,
+)
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 from models.loading.hub import TOKENIZER_FILES
@@ -123,7 +127,9 @@ def test_an_engine_answers_from_a_cached_repository(tmp_path, folder):
 def test_every_way_to_name_a_model_reaches_the_same_files(tmp_path, folder, monkeypatch):
     """As far as the engine: it is not built."""
     seen = []
-    monkeypatch.setattr("jaxserve.front_end.FrontEnd.open", lambda config: seen.append(config))
+    monkeypatch.setattr(
+        "jaxserve.processing.front_end.FrontEnd.open", lambda config: seen.append(config)
+    )
     monkeypatch.setattr("jaxserve.engine_builder.build_engine", None)
     monkeypatch.setenv("HOME", str(folder.parent))
     write_cache(tmp_path, folder)

@@ -1,4 +1,4 @@
-"""Tests of jaxserve/output_processor.py and jaxserve/sequence_output.py.
+"""Tests of jaxserve/processing/output_processor.py and jaxserve/processing/sequence_output.py.
 
 The tokenizer has one character a token, so that each test says which token completes what.
 """
@@ -14,8 +14,8 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.output_processor import OutputProcessor, StopAbort
 from jaxserve.outputs import Logprob, RequestOutput
+from jaxserve.processing.output_processor import OutputProcessor, StopAbort
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.step import SequenceUpdate, TokenLogprobs

@@ -1,4 +1,4 @@
-"""Tests of jaxserve/prompts.py that need no engine."""
+"""Tests of jaxserve/processing/prompts.py that need no engine."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.prompts import (
+from jaxserve.processing.prompts import (
     ParsedPrompt,
     check_prompt_ids,
     list_conversations,

@@ -1,14 +1,14 @@
-"""Tests of jaxserve/request_loop.py with an engine that only notes its calls."""
+"""Tests of jaxserve/processing/request_loop.py with an engine that only notes its calls."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from jaxserve.errors import RequestTooLongError
-from jaxserve.output_processor import OutputProcessor, StopAbort
 from jaxserve.outputs import RequestOutput
+from jaxserve.processing.output_processor import OutputProcessor, StopAbort
+from jaxserve.processing.request_loop import RequestLoop
 from jaxserve.request import FinishReason, Request
-from jaxserve.request_loop import RequestLoop
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.step import SequenceUpdate
 

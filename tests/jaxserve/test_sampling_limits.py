@@ -1,4 +1,4 @@
-"""Tests of jaxserve/sampling_limits.py."""
+"""Tests of jaxserve/processing/sampling_limits.py."""
 
 import copy
 from typing import Any
@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, RequestTooLongError
-from jaxserve.sampling_limits import SamplingLimits, refuse_unsupported, resolve_sampling_params
+from jaxserve.processing.sampling_limits import (
+    SamplingLimits,
+    refuse_unsupported,
+    resolve_sampling_params,
+)
 from jaxserve.sampling_params import (
     RepetitionDetectionParams,
     SamplingParams,

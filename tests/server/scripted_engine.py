@@ -23,7 +23,7 @@ from jaxserve.distributed.messages import (
 )
 from jaxserve.distributed.socket_client import SocketClient
 from jaxserve.errors import EngineDeadError
-from jaxserve.front_end import FrontEnd
+from jaxserve.processing.front_end import FrontEnd
 from jaxserve.request import FinishReason, Request
 from jaxserve.step import SequenceUpdate, TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer

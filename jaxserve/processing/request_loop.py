@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from jaxserve.engine_client import EngineClient
-from jaxserve.output_processor import ProcessedStep
 from jaxserve.outputs import RequestOutput
+from jaxserve.processing.output_processor import ProcessedStep
 from jaxserve.request import Request
 from jaxserve.step import SequenceUpdate
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.prompts import (
+from jaxserve.processing.prompts import (
     Message,
     ParsedPrompt,
     Prompt,
@@ -15,9 +15,13 @@ from jaxserve.prompts import (
     list_prompts,
     parse_prompt,
 )
+from jaxserve.processing.request_loop import Submission
+from jaxserve.processing.sampling_limits import (
+    SamplingLimits,
+    refuse_unsupported,
+    resolve_sampling_params,
+)
 from jaxserve.request import Request
-from jaxserve.request_loop import Submission
-from jaxserve.sampling_limits import SamplingLimits, refuse_unsupported, resolve_sampling_params
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.text.chat_prompt import encode_chat
 from jaxserve.text.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import RequestOutput, RequestStateStats
+from jaxserve.processing.sequence_output import SequenceOutput, gathers_until_end
 from jaxserve.request import Request
 from jaxserve.sampling_params import RequestOutputKind
-from jaxserve.sequence_output import SequenceOutput, gathers_until_end
 from jaxserve.step import SequenceUpdate
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from jaxserve.async_llm_engine import EngineState
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.messages import EngineInfo, EngineStats
-from jaxserve.histograms import HISTOGRAMS, Histogram
+from jaxserve.metrics.histograms import HISTOGRAMS, Histogram
 from jaxserve.outputs import RequestOutput, RequestStateStats
 from jaxserve.request import FinishReason, Request
 

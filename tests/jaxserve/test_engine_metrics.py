@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.async_llm_engine import AsyncLLMEngine, EngineState
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.messages import EngineInfo, EngineStats
-from jaxserve.histograms import HISTOGRAMS, Histogram
-from jaxserve.metrics import EngineMetrics
+from jaxserve.metrics.engine_metrics import EngineMetrics
+from jaxserve.metrics.histograms import HISTOGRAMS, Histogram
 from jaxserve.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams

@@ -5,10 +5,10 @@ import dataclasses
 import itertools
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.output_processor import OutputProcessor, ProcessedStep
 from jaxserve.outputs import RequestOutput
+from jaxserve.processing.output_processor import OutputProcessor, ProcessedStep
+from jaxserve.processing.request_loop import Submission
 from jaxserve.request import Request
-from jaxserve.request_loop import Submission
 from jaxserve.sampling_params import RequestOutputKind
 from jaxserve.step import SequenceUpdate
 

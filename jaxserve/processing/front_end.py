@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Self
 
 from jaxserve.config import EngineConfig
-from jaxserve.default_sampling import GenerationDefaults, read_generation_defaults
 from jaxserve.errors import EngineConfigError, InvalidRequestError
 from jaxserve.execution.slot_record import MAX_STOP_IDS
-from jaxserve.model_files import load_configured_tokenizer, open_configured_model
-from jaxserve.output_processor import OutputProcessor
-from jaxserve.request_maker import RequestMaker
-from jaxserve.sampling_limits import SamplingLimits
+from jaxserve.processing.default_sampling import GenerationDefaults, read_generation_defaults
+from jaxserve.processing.model_files import load_configured_tokenizer, open_configured_model
+from jaxserve.processing.output_processor import OutputProcessor
+from jaxserve.processing.request_maker import RequestMaker
+from jaxserve.processing.sampling_limits import SamplingLimits
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat_template import check_chat_template
 from jaxserve.text.tokenizer import Tokenizer

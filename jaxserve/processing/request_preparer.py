@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.errors import EngineDeadError, RequestTooLongError
+from jaxserve.processing.request_loop import Submission
 from jaxserve.request import Request
-from jaxserve.request_loop import Submission
 
 NUM_TEXT_THREADS = 4
 """Threads that render and tokenize; the event loop does neither."""

@@ -6,8 +6,8 @@ from jaxserve.async_llm_engine import EngineState
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.engine_facts import engine_info, engine_stats
 from jaxserve.distributed.messages import EngineInfo, EngineStats
-from jaxserve.metrics import EngineMetrics
-from jaxserve.output_processor import OutputProcessor, ProcessedStep
+from jaxserve.metrics.engine_metrics import EngineMetrics
+from jaxserve.processing.output_processor import OutputProcessor, ProcessedStep
 from jaxserve.request import Request
 from jaxserve.step import SequenceUpdate
 from jaxserve.v1.metrics.reader import Metric, read_metrics

@@ -1,0 +1,1 @@
+"""What is counted of an engine, under vLLM's names; no JAX."""

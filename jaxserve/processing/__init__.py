@@ -1,0 +1,1 @@
+"""From a user's words to requests, and from tokens to outputs; no JAX."""
