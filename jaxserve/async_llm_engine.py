@@ -25,7 +25,7 @@ from jaxserve.distributed.messages import (
 )
 from jaxserve.distributed.socket_client import SocketClient
 from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
-from jaxserve.metrics.observers import Observers
+from jaxserve.observers import Observers
 from jaxserve.outputs import RequestOutput
 from jaxserve.processing.front_end import FrontEnd
 from jaxserve.processing.model_files import localize

@@ -2,9 +2,8 @@
 
 from typing import Protocol
 
-from jaxserve.processing.output_processor import StopAbort
 from jaxserve.request import FinishReason, Request
-from jaxserve.step import SequenceUpdate
+from jaxserve.step import SequenceUpdate, StopAbort
 
 
 class SteppingEngine(Protocol):

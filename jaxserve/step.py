@@ -1,4 +1,4 @@
-"""The values that pass between scheduler and runner: SchedulerOutput down, StepResult up."""
+"""The values that pass between scheduler, runner and text: SchedulerOutput down, StepResult up."""
 
 from dataclasses import dataclass
 
@@ -94,3 +94,19 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     scheduled_seconds: float | None = None
+
+
+class StopAbort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Tells the engine to end a sequence that is already finished for its client.
+
+    Attributes:
+      request_id: of the request.
+      index: which of its sequences.
+      num_output_tokens: tokens that the client keeps, the one that completed the stop included.
+      stop: the stop string; None when the text could not be made.
+    """
+
+    request_id: str
+    index: int
+    num_output_tokens: int
+    stop: str | None

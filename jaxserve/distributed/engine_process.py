@@ -37,7 +37,7 @@ from jaxserve.distributed.messages import (
 from jaxserve.engine_client import InProcessClient
 from jaxserve.errors import EngineConfigError, JaxServeError
 from jaxserve.log_writer import LINE_START, TIME_FORMAT, LogWriter
-from jaxserve.processing.output_processor import StopAbort
+from jaxserve.step import StopAbort
 from models.errors import ModelLoadError
 
 if TYPE_CHECKING:

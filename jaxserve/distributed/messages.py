@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.processing.output_processor import StopAbort
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.step import SequenceUpdate
+from jaxserve.step import SequenceUpdate, StopAbort
 
 MAX_FRAME_BYTES = 1 << 28
 """A longer frame is no message of ours."""

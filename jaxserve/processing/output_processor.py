@@ -5,33 +5,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import RequestOutput, RequestStateStats
 from jaxserve.processing.sequence_output import SequenceOutput, gathers_until_end
 from jaxserve.request import Request
 from jaxserve.sampling_params import RequestOutputKind
-from jaxserve.step import SequenceUpdate
+from jaxserve.step import SequenceUpdate, StopAbort
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class StopAbort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Tells the engine to end a sequence that is already finished for its client.
-
-    Attributes:
-      request_id: of the request.
-      index: which of its sequences.
-      num_output_tokens: tokens that the client keeps, the one that completed the stop included.
-      stop: the stop string; None when the text could not be made.
-    """
-
-    request_id: str
-    index: int
-    num_output_tokens: int
-    stop: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from jaxserve.distributed.messages import (
     frame_length,
 )
 from jaxserve.engine import Engine
-from jaxserve.processing.output_processor import StopAbort
 from jaxserve.request import FinishReason, Request, SequenceStatus
+from jaxserve.step import StopAbort
 from tests.engine_runs import assert_idle_and_sane, greedy, shared_engine, with_scheduler
 from tests.goldens_loader import load_golden
 

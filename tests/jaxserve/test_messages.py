@@ -20,10 +20,9 @@ from jaxserve.distributed.messages import (
     encode_frame,
     frame_length,
 )
-from jaxserve.processing.output_processor import StopAbort
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
-from jaxserve.step import SequenceUpdate, TokenLogprobs
+from jaxserve.step import SequenceUpdate, StopAbort, TokenLogprobs
 
 
 def body_of(frame: bytes) -> bytes:

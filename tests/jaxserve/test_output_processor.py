@@ -15,10 +15,10 @@ from tokenizers.models import BPE
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import Logprob, RequestOutput
-from jaxserve.processing.output_processor import OutputProcessor, StopAbort
+from jaxserve.processing.output_processor import OutputProcessor
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
-from jaxserve.step import SequenceUpdate, TokenLogprobs
+from jaxserve.step import SequenceUpdate, StopAbort, TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind

@@ -6,11 +6,11 @@ import pytest
 
 from jaxserve.errors import RequestTooLongError
 from jaxserve.outputs import RequestOutput
-from jaxserve.processing.output_processor import OutputProcessor, StopAbort
+from jaxserve.processing.output_processor import OutputProcessor
 from jaxserve.processing.request_loop import RequestLoop
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
-from jaxserve.step import SequenceUpdate
+from jaxserve.step import SequenceUpdate, StopAbort
 
 
 class NotingClient:
