@@ -163,7 +163,7 @@ def test_a_client_that_leaves_frees_its_pages_soon(loop, engine):
         return await until(lambda: is_idle(engine))
 
     seconds = loop.run(leave_early())
-    assert seconds < 1  # 100 ms on a machine that does nothing else; see docs/serving.md
+    assert seconds < 1  # 100 ms on a machine that does nothing else; see docs/performance.md
 
 
 def test_aborting_from_outside_ends_the_stream_with_its_reason(loop, engine):
