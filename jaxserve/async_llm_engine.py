@@ -27,7 +27,7 @@ from jaxserve.distributed.socket_client import SocketClient
 from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
 from jaxserve.observers import Observers
 from jaxserve.outputs import RequestOutput
-from jaxserve.processing.front_end import FrontEnd
+from jaxserve.processing.front_end import FrontEnd, require_tokenizer
 from jaxserve.processing.model_files import localize
 from jaxserve.processing.open_requests import OpenRequests
 from jaxserve.processing.prompts import Message, Prompt
@@ -267,9 +267,7 @@ class AsyncLLMEngine:
         Raises:
           InvalidRequestError: the engine was made with `skip_tokenizer_init`.
         """
-        if self.front_end.tokenizer is None:
-            raise InvalidRequestError("get_tokenizer must have a tokenizer; it was not loaded")
-        return self.front_end.tokenizer
+        return require_tokenizer(self.front_end.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets."""

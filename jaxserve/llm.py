@@ -9,7 +9,7 @@ from jaxserve.engine_client import InProcessClient
 from jaxserve.environment import environment_settings
 from jaxserve.errors import EngineConfigError, InvalidRequestError, describe_value
 from jaxserve.outputs import RequestOutput
-from jaxserve.processing.front_end import FrontEnd
+from jaxserve.processing.front_end import FrontEnd, require_tokenizer
 from jaxserve.processing.output_processor import OutputProcessor
 from jaxserve.processing.prompts import Message, Prompt
 from jaxserve.processing.request_loop import RequestLoop, Submission
@@ -261,9 +261,7 @@ class LLM:
         Raises:
           InvalidRequestError: the engine was made with `skip_tokenizer_init`.
         """
-        if self._tokenizer is None:
-            raise InvalidRequestError("get_tokenizer must have a tokenizer; it was not loaded")
-        return self._tokenizer
+        return require_tokenizer(self._tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: the model's generation config over defaults."""

@@ -102,6 +102,17 @@ class FrontEnd:
         return OutputProcessor(self.tokenizer)
 
 
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of an engine, for those who ask it for one.
+
+    Raises:
+      InvalidRequestError: the engine was made with `skip_tokenizer_init`.
+    """
+    if tokenizer is None:
+        raise InvalidRequestError("get_tokenizer must have a tokenizer; it was not loaded")
+    return tokenizer
+
+
 def _read_chat_template(template: str | None) -> str | None:
     """A template given as text, or as the path of a file; checked."""
     if template is None:

@@ -18,7 +18,7 @@ from server.cli.arguments import (
 )
 from server.cli.failures import CommandError, tell
 from server.cli.text_models import LocalModel, RemoteModel, TextModel
-from server.protocol.sampling import UNSET_MAX_TOKENS
+from server.protocol.sampling import chat_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ def open_model(
     llm = LLM.from_config(interactive_engine_config(arguments))
     check_model(llm)
     defaults = llm.get_default_sampling_params()
-    if is_chat and defaults.max_tokens == UNSET_MAX_TOKENS:
-        defaults.max_tokens = None
+    if is_chat:
+        defaults.max_tokens = chat_limit(defaults)
     return LocalModel(llm, sampling_params(arguments, defaults))
 
 

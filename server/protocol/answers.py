@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.errors import RowError
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 
 LOWEST_LOGPROB = -9999.0
@@ -109,6 +110,16 @@ def usage_of(outputs: Sequence[RequestOutput], style: AnswerStyle) -> Usage:
     num_output = sum(len(part.token_ids) for output in outputs for part in output.outputs)
     num_cached = sum(output.num_cached_tokens or 0 for output in outputs)
     return make_usage(num_prompt, num_output, num_cached if style.tells_cached_tokens else None)
+
+
+def check_output(output: CompletionOutput) -> None:
+    """Raise what a failed sequence has for its client.
+
+    Raises:
+      RowError: the sequence has failed.
+    """
+    if output.finish_reason == "error":
+        raise RowError(output.error or "the sequence has failed")
 
 
 def chat_logprobs(output: CompletionOutput, num_top: int, style: AnswerStyle) -> Any:

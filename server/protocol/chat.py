@@ -7,8 +7,8 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import SamplingParams
 from server.protocol.sampling import (
-    UNSET_MAX_TOKENS,
     SamplingFields,
+    chat_limit,
     check_shared_fields,
     make_sampling_params,
     refuse_fields,
@@ -112,8 +112,8 @@ def chat_sampling_params(request: ChatRequest, defaults: SamplingParams) -> Samp
     elif request.max_tokens not in (None, max_tokens):
         rule = f"must equal max_completion_tokens={max_tokens} when both are given"
         raise InvalidRequestError.for_field("max_tokens", rule, request.max_tokens)
-    if max_tokens is None and defaults.max_tokens != UNSET_MAX_TOKENS:
-        max_tokens = defaults.max_tokens
+    if max_tokens is None:
+        max_tokens = chat_limit(defaults)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return make_sampling_params(request, defaults, max_tokens=max_tokens, logprobs=logprobs)
 

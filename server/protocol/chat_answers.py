@@ -5,9 +5,15 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxserve.errors import RowError
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from server.protocol.answers import AnswerStyle, Usage, chat_logprobs, encoder, usage_of
+from server.protocol.answers import (
+    AnswerStyle,
+    Usage,
+    chat_logprobs,
+    check_output,
+    encoder,
+    usage_of,
+)
 from server.protocol.chat import ChatRequest
 from server.protocol.chunks import ChunkWriter
 
@@ -60,16 +66,6 @@ class _ChunkChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-def check_output(output: CompletionOutput) -> None:
-    """Raise what a failed sequence has for its client.
-
-    Raises:
-      RowError: the sequence has failed.
-    """
-    if output.finish_reason == "error":
-        raise RowError(output.error or "the sequence has failed")
-
-
 def chat_response(request: ChatRequest, output: RequestOutput, style: AnswerStyle) -> ChatResponse:
     """The answer of a finished chat.
 
@@ -110,12 +106,8 @@ class ChatStream:
     """Makes the events of one streamed chat."""
 
     def __init__(self, request: ChatRequest, style: AnswerStyle, *, forces_usage: bool = False):
-        options = request.stream_options
         self._chunks = ChunkWriter(
-            "chat.completion.chunk",
-            style,
-            has_usage=forces_usage or (options is not None and options.include_usage),
-            has_running_usage=options is not None and options.continuous_usage_stats,
+            "chat.completion.chunk", style, request.stream_options, forces_usage=forces_usage
         )
         self._style, self._num_top = style, request.top_logprobs or 0
         self._started: set[int] = set()

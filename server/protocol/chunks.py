@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxserve.outputs import RequestOutput
 from server.protocol.answers import AnswerStyle, Usage, encoder, make_usage
+from server.protocol.sampling import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
 
@@ -14,11 +15,21 @@ class ChunkWriter:
     Args:
       kind: the chunks' "object".
       style: of the answer.
-      has_usage: end with a chunk of the usage.
-      has_running_usage: tell the usage so far with each chunk, too.
+      options: of the client: whether a chunk of the usage stands at the end, and whether each chunk
+        tells the usage so far, too.
+      forces_usage: end with the usage even when the client has not asked.
     """
 
-    def __init__(self, kind: str, style: AnswerStyle, *, has_usage: bool, has_running_usage: bool):
+    def __init__(
+        self,
+        kind: str,
+        style: AnswerStyle,
+        options: StreamOptions | None,
+        *,
+        forces_usage: bool = False,
+    ):
+        options = options or StreamOptions()
+        has_usage = forces_usage or options.include_usage
         head = {
             "id": style.response_id,
             "object": kind,
@@ -31,7 +42,7 @@ class ChunkWriter:
         self._start = self._head + b',"choices":['
         self._end = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
         self._style, self._has_usage = style, has_usage
-        self._has_running_usage = has_usage and has_running_usage
+        self._has_running_usage = has_usage and options.continuous_usage_stats
         self._num_prompt: dict[int, int] = {}
         self._num_cached: dict[int, int] = {}
         self._num_output = 0

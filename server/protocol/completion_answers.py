@@ -10,11 +10,11 @@ from server.protocol.answers import (
     AnswerStyle,
     CompletionLogprobs,
     Usage,
+    check_output,
     completion_logprobs,
     encoder,
     usage_of,
 )
-from server.protocol.chat_answers import check_output
 from server.protocol.chunks import ChunkWriter
 from server.protocol.completion import CompletionRequest
 
@@ -106,12 +106,8 @@ class CompletionStream:
         prompt_texts: Sequence[str] | None = None,
         forces_usage: bool = False,
     ):
-        options = request.stream_options
         self._chunks = ChunkWriter(
-            "text_completion",
-            style,
-            has_usage=forces_usage or (options is not None and options.include_usage),
-            has_running_usage=options is not None and options.continuous_usage_stats,
+            "text_completion", style, request.stream_options, forces_usage=forces_usage
         )
         self._request, self._style, self._prompt_texts = request, style, prompt_texts
         self._num_sent_chars: dict[int, int] = {}

@@ -13,6 +13,15 @@ MAX_SEQUENCES = 256
 UNSET_MAX_TOKENS = SamplingParams().max_tokens
 """`max_tokens` of defaults in which no model's file has set another."""
 
+
+def chat_limit(defaults: SamplingParams) -> int | None:
+    """Tokens of a chat's answer that its client does not limit: the model's own `max_tokens`.
+
+    None, the rest of the model's length, where no file of the model has set one.
+    """
+    return None if defaults.max_tokens == UNSET_MAX_TOKENS else defaults.max_tokens
+
+
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 RequestId = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[!-~]+$")]
 Sequences = Annotated[int, msgspec.Meta(ge=1, le=128)]

@@ -13,7 +13,6 @@ from jaxserve.distributed.messages import (
     AbortRequest,
     AddRequest,
     BadFrameError,
-    EngineInfo,
     EngineReady,
     EngineStats,
     FromEngine,
@@ -27,19 +26,10 @@ from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.request import FinishReason
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.step import SequenceUpdate
+from tests.engine_infos import make_info
 from tests.tiny_llm import MODEL
 
-INFO = EngineInfo(
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    page_size=16,
-    num_pages=(9,),
-    max_tokens_per_sequence=128,
-    device_kind="script",
-    memory_bill="",
-    seconds={},
-)
+INFO = make_info()
 
 
 class ScriptedClient:

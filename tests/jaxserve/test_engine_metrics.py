@@ -14,26 +14,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.async_llm_engine import AsyncLLMEngine, EngineState
 from jaxserve.config import EngineConfig
-from jaxserve.distributed.messages import EngineInfo, EngineStats
+from jaxserve.distributed.messages import EngineStats
 from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.metrics.histograms import HISTOGRAMS, Histogram
 from jaxserve.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from tests.engine_infos import make_info
 from tests.tiny_llm import MODEL, SETTINGS
 
 NAMES = ("tiny", "other")
-INFO = EngineInfo(
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    page_size=16,
-    num_pages=(9,),
-    max_tokens_per_sequence=128,
-    device_kind="cpu",
-    memory_bill="",
-    seconds={},
-)
+INFO = make_info(device_kind="cpu")
 
 
 def fake_engine(**changes: Any) -> Any:

@@ -1,14 +1,9 @@
 """Each device reads its own part of a checkpoint, and holds the bits that whole tensors give."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.goldens_loader import GOLDEN_NAMES
+from tests.models.on_four_devices import findings_of
 
 NUM_SPLIT, NUM_WHOLE = 2 + 2 * 4, 1 + 2 * 2
 """Embedding, head and the four products of each of two layers; the norms."""
@@ -17,14 +12,7 @@ NUM_SPLIT, NUM_WHOLE = 2 + 2 * 4, 1 + 2 * 2
 @pytest.fixture(scope="module")
 def on_four_devices() -> dict:
     """The findings of tests/models/sharded_loading.py."""
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.models.sharded_loading"]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return findings_of("tests.models.sharded_loading", timeout=240)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

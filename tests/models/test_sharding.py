@@ -1,18 +1,13 @@
 """Arrays are placed by the names of their axes; devices that share a model give its tokens."""
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 
 from models.kv_cache import CACHE_AXES
 from models.sharding import MESH_AXIS_OF, device_bytes, make_mesh, share_kv_heads
-from tests.conftest import REPOSITORY
 from tests.engine_runs import generate, shared_engine
 from tests.models.four_devices import PROMPTS, ROWS, SAMPLED
+from tests.models.on_four_devices import findings_of
 from tests.models.tiny_models import make_layout, one_device, tiny_config
 
 NUM_SPLIT = 2 + 3 * 4
@@ -22,14 +17,7 @@ NUM_SPLIT = 2 + 3 * 4
 @pytest.fixture(scope="module")
 def on_four_devices() -> dict:
     """The findings of tests/models/four_devices.py."""
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.models.four_devices"]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return findings_of("tests.models.four_devices", timeout=280)
 
 
 @pytest.mark.parametrize("stack", ["none", "all"])

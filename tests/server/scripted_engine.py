@@ -29,21 +29,14 @@ from jaxserve.step import SequenceUpdate, TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import create_app
 from server.config import ServerConfig
+from tests.engine_infos import make_info
 from tests.jaxserve.small_tokenizers import byte_level
 from tests.tiny_llm import MODEL
 
 VOCAB_SIZE = 300
 TEXT = "The answer is 42, not 'é' 😀."
-INFO = EngineInfo(
-    max_model_len=2048,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    page_size=16,
-    num_pages=(257,),
-    max_tokens_per_sequence=2048,
-    device_kind="script",
-    memory_bill="none",
-    seconds={},
+INFO = make_info(
+    max_model_len=2048, num_pages=(257,), max_tokens_per_sequence=2048, memory_bill="none"
 )
 
 type Script = Callable[[Request, int], list[SequenceUpdate]]
