@@ -1,0 +1,46 @@
+"""ProductTuningConfig of the skinny product and the table (GPU, shapes) -> config."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductTuningConfig:
+    """Sizes of the skinny product.
+
+    Attributes:
+      block_n: weight columns a tile, 64, 128 or 256; None = what costs least by the bytes moved.
+      block_k: depth of a ring step, 64 or 128 or 256; halved until it divides K and four steps fit.
+      ring_kib: shared memory for weights and activations in flight.
+      max_partials: at most so many partial sums; None = as many as cost least.
+      min_share_kib: no program reads less than this of the weights, unless the tile is smaller.
+      num_processors: streaming multiprocessors; as many programs at most.
+      enough_programs: so many programs, reading weights and activations, saturate the memory.
+      dependent_launch: the weights are fetched before the previous kernel has ended
+        (programmatic dependent launch). `layer` must then be older than that kernel, as a
+        constant is.
+    """
+
+    block_n: int | None = None
+    block_k: int = 64
+    ring_kib: int = 160
+    max_partials: int | None = None
+    min_share_kib: int = 32
+    num_processors: int = 132
+    enough_programs: int = 80
+    dependent_launch: bool = False
+
+
+# Not yet tuned. The transposed weight is the output head, whose logits need one plane.
+_STORED_K_N = ProductTuningConfig()
+_STORED_N_K = ProductTuningConfig(block_k=128, max_partials=1)
+
+# Measured choices: (device kind, padded rows, K, N, transposed) -> config.
+_PRODUCTS: dict[tuple[str, int, int, int, bool], ProductTuningConfig] = {}
+
+
+def product_tuning(
+    gpu: str | None, rows: int, depth: int, columns: int, transposed: bool
+) -> ProductTuningConfig:
+    """Config of [rows, depth] @ [depth, columns]; that of the layout where none is measured."""
+    key = (gpu or "", rows, depth, columns, transposed)
+    return _PRODUCTS.get(key, _STORED_N_K if transposed else _STORED_K_N)

@@ -1,0 +1,414 @@
+"""Bias, q and k norm, rotary embedding and the write of K and V in one Mosaic GPU kernel."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fused_inputs import check_rotary_inputs
+from pallas_kernels.mosaic_rows import (
+    COMPILER_PARAMS,
+    WARP_LANES,
+    WARPS,
+    check_model_dtype,
+    interpret_option,
+    layer_index,
+    load,
+    load_sum,
+    over_columns,
+    over_rows,
+    power_of_two_below,
+    round_to,
+    rows_layout,
+    weights_first,
+)
+
+LANES = (16, 8)  # threads that may share a head; the first that fits is taken
+# The pieces of a head of each row, float32[rows, size of the piece].
+Head = list[jax.Array]
+
+MANY_TOKENS = 1024  # from here on, bandwidth counts and no longer a token's latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryWriteTuning:
+    """How heads and tokens are shared out.
+
+    Attributes:
+      query_heads: of one KV head that a program rotates for its block of tokens; a divisor of the
+        group, which shares the angles in registers.
+      written_tokens: whose keys and values a program writes.
+    """
+
+    query_heads: int
+    written_tokens: int
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "num_kv_heads", "head_dim", "eps", "gain_offset", "dependent_launch", "interpret", "tuning",
+    ),
+)  # fmt: skip
+def rotary_write(
+    qkv: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layer: jax.Array,
+    cache_layer: jax.Array,
+    slots: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    bias: jax.Array | None = None,
+    q_gains: jax.Array | None = None,
+    k_gains: jax.Array | None = None,
+    eps: float = 0.0,
+    gain_offset: float = 0.0,
+    dependent_launch: bool = False,
+    interpret: Any = None,
+    tuning: RotaryWriteTuning | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Make queries, keys and values of the qkv product, and write keys and values to their pages.
+
+    Args:
+      qkv: [T, K * (G + 2) * H] bfloat16 or float16, as [K, G + 2, H]: the queries of a KV head,
+        its key, its value; or float32[P, T, K * (G + 2) * H] whose total over P is first rounded
+        to the pages' dtype.
+      k_pages: [Lg, P, B, K, Hs] in the model dtype, Hs at least H. Donate it: it is updated in
+        place.
+      v_pages: as k_pages.
+      layer: int32[1], which bias and gains to read.
+      cache_layer: int32[1], which layer of the pages to write.
+      slots: int32[T], page * B + offset. Padding tokens point into page 0, which no sequence
+        owns, and may do so several times.
+      cos: float32[T, rotary_dim / 2], cosines of the positions.
+      sin: as cos.
+      num_kv_heads: K.
+      head_dim: H.
+      bias: [L, K * (G + 2) * H] in the model dtype, of all layers.
+      q_gains: [L, H]; each query head is normalised by them before it is rotated.
+      k_gains: [L, H]; the same of the key heads. Both or none.
+      eps: added to the mean square.
+      gain_offset: added to the gains in float32.
+      dependent_launch: start while the kernel before is still running, and wait for it.
+      interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
+      tuning: None = chosen by the shape.
+
+    Returns:
+      [T, K * G, Hs] rotated queries in the model dtype, and the pages after the write. Dimensions
+      from H on are zero.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or `fits_rotary_write` says no.
+    """
+    check_model_dtype("pages", k_pages.dtype)
+    group = check_rotary_inputs(
+        qkv, k_pages, v_pages, slots, (cos, sin), bias, (q_gains, k_gains), num_kv_heads, head_dim
+    )
+    T, stored = slots.shape[0], k_pages.shape[4]
+    if not fits_rotary_write(head_dim, 2 * cos.shape[1], stored):
+        raise ValueError(
+            "rotary_dim / 2, head_dim - rotary_dim and the stored head dim - head_dim must be "
+            f"multiples of {LANES[-1]}; got {2 * cos.shape[1]}, {head_dim} and {stored}"
+        )
+    tuning = tuning or choose_rotary_write_tuning(T, group)
+    if group % tuning.query_heads:
+        raise ValueError(f"query_heads must divide {group}; got {tuning.query_heads}")
+    plan = _Plan(
+        tokens=T,
+        kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        half=cos.shape[1],
+        stored=stored,
+        page_size=k_pages.shape[2],
+        tuning=tuning,
+        eps=eps,
+        gain_offset=gain_offset,
+        dtype=k_pages.dtype,
+        has_bias=bias is not None,
+        has_gains=q_gains is not None,
+        dependent_launch=dependent_launch,
+    )
+    weights = [weight for weight in (bias, q_gains, k_gains) if weight is not None]
+    return _launch(plan, qkv, weights, (cos, sin, slots, layer, cache_layer), (k_pages, v_pages),
+                   interpret)  # fmt: skip
+
+
+def fits_rotary_write(head_dim: int, rotary_dim: int, stored_head_dim: int) -> bool:
+    """Whether the kernel takes heads of these sizes."""
+    return _lanes(head_dim, rotary_dim // 2, stored_head_dim) is not None
+
+
+def choose_rotary_write_tuning(num_tokens: int, group: int) -> RotaryWriteTuning:
+    """Few tokens: as many programs as there are heads; many: angles are read once a group."""
+    if num_tokens < MANY_TOKENS:
+        return RotaryWriteTuning(query_heads=1, written_tokens=1)
+    heads = max(heads for heads in range(1, 9) if group % heads == 0)
+    return RotaryWriteTuning(query_heads=heads, written_tokens=4)
+
+
+def _lanes(head_dim: int, half: int, stored: int) -> int | None:
+    """Threads that share a head: each piece of it must be a multiple."""
+    pieces = (half, head_dim - 2 * half, stored - head_dim)
+    if half <= 0 or min(pieces) < 0:
+        return None
+    return next((n for n in LANES if all(piece % n == 0 for piece in pieces)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Static numbers of one kernel: `half` of the rotary dim, `stored` head dim, and the rest."""
+
+    tokens: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    half: int
+    stored: int
+    page_size: int
+    tuning: RotaryWriteTuning
+    eps: float
+    gain_offset: float
+    dtype: Any
+    has_bias: bool
+    has_gains: bool
+    dependent_launch: bool
+
+    @property
+    def lanes(self) -> int:
+        lanes = _lanes(self.head_dim, self.half, self.stored)
+        assert lanes is not None
+        return lanes
+
+    def rows(self, count: int) -> int:
+        """Rows of `count` tokens or heads that a program holds in registers at a time."""
+        return min(WARPS * WARP_LANES // self.lanes, power_of_two_below(count))
+
+    @property
+    def token_blocks(self) -> int:
+        return -(-self.tokens // self.rows(self.tokens))
+
+    @property
+    def head_blocks(self) -> int:
+        return -(-self.kv_heads // self.rows(self.kv_heads))
+
+    @property
+    def query_programs(self) -> int:
+        return self.token_blocks * self.kv_heads * (self.group // self.tuning.query_heads)
+
+    @property
+    def write_programs(self) -> int:
+        return -(-self.tokens // self.tuning.written_tokens) * self.head_blocks
+
+    @property
+    def pieces(self) -> tuple[Any, ...]:
+        """The rotated halves of a head, and what stays as it is, if anything."""
+        half, rest = self.half, self.head_dim - 2 * self.half
+        pieces = (pl.ds(0, half), pl.ds(half, half))
+        return (*pieces, pl.ds(2 * half, rest)) if rest else pieces
+
+
+class _Inputs(NamedTuple):
+    """References to the inputs; qkv and bias end in [K, G + 2, H]."""
+
+    qkv: Any
+    bias: Any
+    gains: tuple[Any, Any]
+    angles: tuple[Any, Any]
+    slots: Any
+    layer: Any
+    cache_layer: Any
+
+    def layer_index(self) -> jax.Array | None:
+        """Which bias and gains to read; None where there are neither."""
+        stacked = self.gains[0] if self.bias is None else self.bias
+        return None if stacked is None else layer_index(self.layer, stacked)
+
+
+def _launch(plan: _Plan, qkv, weights, others, pages, interpret: Any):
+    """Run the kernel on the pages as they stand: the references make them input and output."""
+    T, K, G = plan.tokens, plan.kv_heads, plan.group
+    head_shape = (K, G + 2, plan.head_dim)
+    qkv = qkv.reshape(*qkv.shape[:-1], *head_shape)
+    if plan.has_bias:
+        weights = [weights[0].reshape(-1, *head_shape), *weights[1:]]
+    page_refs = [jax.new_ref(array) for array in pages]
+    run = plgpu.kernel(
+        functools.partial(_kernel, plan),
+        out_type=jax.ShapeDtypeStruct((T, K, G, plan.stored), plan.dtype),
+        grid=(plan.query_programs + plan.write_programs,),
+        grid_names=("program",),
+        compiler_params=COMPILER_PARAMS,
+        **interpret_option(interpret),
+    )
+    q = run(qkv, *weights, *others, *page_refs)
+    k_pages, v_pages = (jax.freeze(ref) for ref in page_refs)
+    return q.reshape(T, K * G, plan.stored), k_pages, v_pages
+
+
+def _kernel(plan: _Plan, qkv_ref: Any, *others: Any) -> None:
+    """The first programs make queries, the others write keys and values."""
+    refs = list(others)
+    bias = refs.pop(0) if plan.has_bias else None
+    gains = (refs.pop(0), refs.pop(0)) if plan.has_gains else (None, None)
+    cos, sin, slots, layer, cache_layer, k_pages, v_pages, q_out = refs
+    inputs = _Inputs(qkv_ref, bias, gains, (cos, sin), slots, layer, cache_layer)
+    program = lax.axis_index("program")
+
+    @pl.when(program < plan.query_programs)
+    def _queries():
+        _make_queries(plan, inputs, q_out, program)
+
+    @pl.when(program >= plan.query_programs)
+    def _keys_and_values():
+        _write_tokens(plan, inputs, (k_pages, v_pages), program - plan.query_programs)
+
+
+def _make_queries(plan: _Plan, inputs: _Inputs, q_out: Any, program: jax.Array) -> None:
+    """Rotate some heads of one KV head for a block of tokens: the rows are tokens."""
+    rows, count = plan.rows(plan.tokens), plan.tuning.query_heads
+    program, kv_head = _divide(program, plan.kv_heads)
+    block, part = _divide(program, plan.group // count)
+    # The last block starts early enough to be full; what is done twice has the same result.
+    tokens = pl.ds(jnp.minimum(block * rows, plan.tokens - rows), rows)
+    places = [(kv_head, part * count + i) for i in range(count)]
+    layer = inputs.layer_index()
+
+    def load_weights():
+        biases = [
+            _load_pieces(plan, inputs.bias, (layer, *place), rows, is_shared=True)
+            for place in places
+        ]
+        return biases, _load_gains(plan, inputs.gains[0], layer, rows)
+
+    load_weights = weights_first(plan.dependent_launch, load_weights)
+    heads = [_load_heads(plan, inputs.qkv, (tokens, *place), rows) for place in places]
+    layout = _layout(plan, rows, plan.pieces[0])
+    angles = [load(ref.at[tokens], layout) for ref in inputs.angles]
+    biases, gains = load_weights()
+    for place, head, bias in zip(places, heads, biases, strict=True):
+        head = _normalise(plan, _add_bias(plan, head, bias), gains)
+        _store(plan, q_out, (tokens, *place), _rotate(head, angles), rows)
+
+
+def _write_tokens(plan: _Plan, inputs: _Inputs, pages: tuple[Any, Any], program: jax.Array) -> None:
+    """Write keys and values of some tokens: the rows are KV heads."""
+    rows, count = plan.rows(plan.kv_heads), plan.tuning.written_tokens
+    block, head_block = _divide(program, plan.head_blocks)
+    kv_heads = pl.ds(jnp.minimum(head_block * rows, plan.kv_heads - rows), rows)
+    places = [(kv_heads, plan.group), (kv_heads, plan.group + 1)]
+    tokens = [jnp.minimum(block * count + i, plan.tokens - 1) for i in range(count)]
+    layer = inputs.layer_index()
+
+    def load_weights():
+        biases = [
+            _load_pieces(plan, inputs.bias, (layer, *place), rows, is_shared=False)
+            for place in places
+        ]
+        return biases, _load_gains(plan, inputs.gains[1], layer, rows)
+
+    load_weights = weights_first(plan.dependent_launch, load_weights)
+    slots = [_divide(inputs.slots[token], plan.page_size) for token in tokens]
+    cache_layer = inputs.cache_layer[0]
+    heads = [
+        [_load_heads(plan, inputs.qkv, (token, *place), rows) for place in places]
+        for token in tokens
+    ]
+    half = plan.pieces[0]
+    angles = [
+        [_load_columns(plan, ref.at[token], rows, half) for ref in inputs.angles]
+        for token in tokens
+    ]
+    biases, gains = load_weights()
+    for token_heads, token_angles, slot in zip(heads, angles, slots, strict=True):
+        key, value = (
+            _add_bias(plan, head, bias) for head, bias in zip(token_heads, biases, strict=True)
+        )
+        key = _rotate(_normalise(plan, key, gains), token_angles)
+        for ref, head in zip(pages, (key, value), strict=True):
+            _store(plan, ref, (cache_layer, *slot, kv_heads), head, rows)
+
+
+def _divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of non-negative int32 numbers."""
+    return lax.div(number, jnp.int32(divisor)), lax.rem(number, jnp.int32(divisor))
+
+
+def _layout(plan: _Plan, rows: int, piece: Any) -> Any:
+    return rows_layout(rows, piece.size, plan.lanes)
+
+
+def _load_heads(plan: _Plan, ref: Any, index: tuple[Any, ...], rows: int) -> Head:
+    """Heads of the qkv product, one a row."""
+    return [
+        load_sum(ref, (*index, piece), _layout(plan, rows, piece), plan.dtype)
+        for piece in plan.pieces
+    ]
+
+
+def _load_pieces(
+    plan: _Plan, ref: Any, index: tuple[Any, ...], rows: int, *, is_shared: bool
+) -> Head | None:
+    """The same of weights, which all rows may share; None where there are none."""
+    if ref is None:
+        return None
+    if is_shared:
+        return [_load_columns(plan, ref.at[(*index, piece)], rows, piece) for piece in plan.pieces]
+    return [load(ref.at[(*index, piece)], _layout(plan, rows, piece)) for piece in plan.pieces]
+
+
+def _load_columns(plan: _Plan, ref: Any, rows: int, piece: Any) -> jax.Array:
+    """[size of the piece] in memory -> float32[rows, size of the piece]."""
+    layout = _layout(plan, rows, piece)
+    return over_rows(load(ref, layout.reduce((0,))), rows, layout)
+
+
+def _load_gains(plan: _Plan, ref: Any, layer: Any, rows: int) -> Head | None:
+    gains = _load_pieces(plan, ref, (layer,), rows, is_shared=True)
+    return None if gains is None else [gain + plan.gain_offset for gain in gains]
+
+
+def _add_bias(plan: _Plan, head: Head, bias: Head | None) -> Head:
+    if bias is None:
+        return head
+    return [round_to(x + b, plan.dtype) for x, b in zip(head, bias, strict=True)]
+
+
+def _normalise(plan: _Plan, head: Head, gains: Head | None) -> Head:
+    """RMSNorm over the head, whose pieces lie in the same rows."""
+    if gains is None:
+        return head
+    total = functools.reduce(jnp.add, (jnp.sum(x * x, axis=1) for x in head))
+    scale = lax.rsqrt(total / plan.head_dim + plan.eps)
+    rows = scale.shape[0]
+    return [
+        round_to(x * over_columns(scale, piece.size, _layout(plan, rows, piece)) * gain, plan.dtype)
+        for x, piece, gain in zip(head, plan.pieces, gains, strict=True)
+    ]
+
+
+def _rotate(head: Head, angles: list[jax.Array]) -> Head:
+    """Turn the two halves; the rest stays."""
+    (a, b, *rest), (cos, sin) = head, angles
+    return [a * cos - b * sin, b * cos + a * sin, *rest]
+
+
+def _store(plan: _Plan, ref: Any, index: tuple[Any, ...], head: Head, rows: int) -> None:
+    """Write a head of each row, and zeros up to the stored head dim."""
+    for x, piece in zip(head, plan.pieces, strict=True):
+        ref[(*index, piece)] = x.astype(plan.dtype)
+    if missing := plan.stored - plan.head_dim:
+        piece = pl.ds(plan.head_dim, missing)
+        zeros = plgpu.layout_cast(
+            jnp.zeros((rows, missing), plan.dtype), _layout(plan, rows, piece)
+        )
+        ref[(*index, piece)] = zeros

@@ -1,0 +1,72 @@
+"""Every step of every tile belongs to one program, and every plane of a tile to one of them."""
+
+import pytest
+
+from pallas_kernels.product_schedule import make_schedule
+from pallas_kernels.product_tuning import ProductTuningConfig, product_tuning
+from tests.pallas_kernels.test_skinny_product import REAL
+
+SMEM_BYTES = 232_448
+
+
+def planes_of_tiles(schedule):
+    """Tile -> the planes that its programs write, as the kernel numbers them."""
+    planes = [[] for _ in range(schedule.tiles)]
+    for program in range(schedule.programs):
+        first = program * schedule.share
+        end = min(first + schedule.share, schedule.tiles * schedule.steps)
+        for tile in range(first // schedule.steps, (end - 1) // schedule.steps + 1):
+            planes[tile].append(program - tile * schedule.steps // schedule.share)
+    return planes
+
+
+@pytest.mark.parametrize("rows", [8, 64, 128])
+@pytest.mark.parametrize(("depth", "columns", "transposed"), REAL)
+def test_schedules_of_real_shapes_are_whole(depth, columns, transposed, rows):
+    tuning = product_tuning("NVIDIA H200", rows, depth, columns, transposed)
+    schedule = make_schedule(rows, depth, columns, transposed, tuning)
+    assert schedule.steps * schedule.block_k == depth
+    assert schedule.tiles * schedule.block_n >= columns
+    assert schedule.programs <= tuning.num_processors
+    planes = planes_of_tiles(schedule)
+    assert all(found == list(range(len(found))) for found in planes)
+    assert max(map(len, planes)) == schedule.partials
+    assert schedule.fills_all_planes == (min(map(len, planes)) == schedule.partials)
+    assert schedule.partials == 1 or columns % schedule.block_n == 0
+    ring = schedule.stages * (schedule.block_n + rows) * schedule.block_k * 2
+    staged = schedule.warpgroups * rows * 64 * 4
+    assert ring + staged < SMEM_BYTES
+
+
+@pytest.mark.parametrize(("depth", "columns", "transposed"), REAL)
+def test_shares_keep_enough_processors_busy(depth, columns, transposed):
+    tuning = product_tuning(None, 8, depth, columns, transposed)
+    assert make_schedule(8, depth, columns, transposed, tuning).programs >= tuning.enough_programs
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_no_more_partials_than_allowed(limit):
+    tuning = ProductTuningConfig(max_partials=limit)
+    for depth, columns, transposed in REAL:
+        assert make_schedule(8, depth, columns, transposed, tuning).partials <= limit
+
+
+def test_the_output_head_has_one_plane():
+    tuning = product_tuning(None, 8, 4096, 128256, True)
+    assert make_schedule(8, 4096, 128256, True, tuning).partials == 1
+
+
+def test_a_step_is_halved_until_it_divides_the_depth():
+    tuning = ProductTuningConfig(block_k=256)
+    assert make_schedule(8, 896, 1024, False, tuning).block_k == 128
+
+
+def test_few_programs_read_no_less_than_the_least_share():
+    tuning = ProductTuningConfig(min_share_kib=64, block_n=64)
+    schedule = make_schedule(8, 2048, 1024, False, tuning)
+    assert schedule.share * 64 * schedule.block_k * 2 >= 64 * 1024
+
+
+def test_a_tile_wider_than_the_weight_is_refused():
+    with pytest.raises(ValueError, match="block_n must divide .* got 256 for 128 columns"):
+        make_schedule(8, 256, 128, False, ProductTuningConfig(block_n=256))
