@@ -1,7 +1,13 @@
-"""Paged decode attention in Pallas Mosaic GPU (Hopper): one new query a row."""
+"""Paged decode attention in Pallas Mosaic GPU (Hopper): one new query a row, one launch.
+
+The thread blocks stay and work off even shares of all contexts (`decode_plan.py`). In each, one
+warpgroup fetches pages ahead, across the borders of rows, and the others take turns at the blocks.
+Where a row is cut, its pieces meet in global memory, and the last to come combines them.
+"""
 
 import functools
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +15,38 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_attention import (
-    COMPILER_PARAMS,
-    TILE_ROWS,
-    TILED,
-    BlockPlan,
+from pallas_kernels.cacheable_kernels import make_kernels_cacheable
+from pallas_kernels.decode_block import (
+    MASKED,
+    SHARED_BYTES,
+    Segment,
+    Shared,
+    Sizes,
     Sums,
-    attend_block,
-    check_mosaic_inputs,
-    drain_ring,
-    empty_sums,
-    load_blocks,
-    ring_scratch,
+    attend_segment,
+    load_sums,
+    merge_sums,
+    shared_memory,
+    steps_of,
+    store_sums,
 )
+from pallas_kernels.decode_inline import arrive, store_columns
+from pallas_kernels.decode_load import load_segments, read_segment
+from pallas_kernels.decode_plan import SHARE_FIELDS, DecodePlan, plan_decode
+from pallas_kernels.mosaic_attention import check_mosaic_inputs
 from pallas_kernels.paged_inputs import check_paged_inputs
 from pallas_kernels.platform import gpu_kind
 from pallas_kernels.tuning import DecodeTuningConfig, decode_tuning
+
+make_kernels_cacheable()
+
+COMBINED_AT_ONCE = 4  # pieces of a row whose sums are read at the same time
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    reduction_scratch_bytes=0,
+)
 
 
 @functools.partial(
@@ -45,6 +67,7 @@ def decode_attention(
     split_tokens: int | None = None,
     interpret: Any = None,
     tuning: DecodeTuningConfig | None = None,
+    plan: DecodePlan | None = None,
 ) -> jax.Array:
     """Attend each sequence's newest query to its cached pages.
 
@@ -61,103 +84,100 @@ def decode_attention(
       soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`.
       split_tokens: the context is cut at multiples of it, whatever the batch, so that a row's
         sums do not depend on who shares the batch; None = cut so that the GPU is filled.
-      interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
+      interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU, with two workers at
+        most: XLA's CPU client has no threads for more on a small machine, and would hang.
       tuning: sizes of the kernel; None = from the table.
+      plan: of `plan_decode` for these lengths and options, shared by all layers of a step; None =
+        made here.
 
     Returns:
       [S, N, H] in q's dtype; padding rows are zero.
 
     Raises:
-      ValueError: shapes, dtypes, head dim, page size, heads or `split_tokens` do not fit.
+      ValueError: shapes, dtypes, head dim, page size, heads, `split_tokens` or plan do not fit.
 
     Source: Kwon et al. 2023 (paged attention); Milakov and Gimelshein 2018 (online softmax);
-    Dao et al. 2023 (Flash-Decoding, splits of the context).
+    Dao et al. 2023 (Flash-Decoding, splits of the context); Osama et al. 2023 (Stream-K).
     """
     check_paged_inputs(q, k_pages, v_pages, page_table)
     check_mosaic_inputs(q, k_pages)
-    tuning = tuning or decode_tuning(gpu_kind(), q.shape[2], q.dtype)
-    splits = _choose_splits(q, k_pages, page_table, split_tokens, tuning)
-    plan = BlockPlan(
-        group=q.shape[1] // k_pages.shape[3],
-        head_dim=q.shape[2],
-        page_size=k_pages.shape[2],
+    num_rows, _, head_dim = q.shape
+    page_size, num_kv_heads = k_pages.shape[2:4]
+    tuning = tuning or decode_tuning(gpu_kind(), head_dim, q.dtype)
+    made: DecodePlan = plan or plan_decode(
+        seq_lens,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=q.dtype,
+        max_tokens=page_table.shape[1] * page_size,
+        sliding_window=sliding_window,
+        split_tokens=split_tokens,
+        tuning=tuning,
+    )
+    asked = (num_rows, num_kv_heads, sliding_window, split_tokens, tuning.block_tokens)
+    _check_plan(made, asked)
+    rows, rows_a_group = _flat_queries(q, num_kv_heads)
+    sizes = Sizes(
+        group=q.shape[1] // num_kv_heads,
+        rows_a_group=rows_a_group,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
         block=tuning.block_tokens,
         stages=tuning.num_stages,
+        workers=tuning.num_workers if interpret is None else min(tuning.num_workers, 2),
         scale=scale,
         window=sliding_window,
         soft_cap=soft_cap,
         dtype=q.dtype,
-        p_in_smem=interpret is not None,
+        dependent_launch=tuning.dependent_launch,
+        interpreted=interpret is not None,
     )
-    inputs = (k_pages, v_pages, page_table, seq_lens, layer)
-    out = _launch(plan, splits, tuning, q, inputs, interpret)
-    if splits.number == 1:
-        return out[0]
-    return _combine_splits(out[0], out[1], out[2], plan, q)
+    sizes = _fit_shared_memory(sizes, SHARED_BYTES // tuning.programs_per_processor)
+    pages = (k_pages, v_pages, page_table, layer)
+    return _launch(sizes, made, jax.ShapeDtypeStruct(q.shape, q.dtype), (rows, *pages), interpret)
 
 
-class _Splits(NamedTuple):
-    """How the contexts are cut: into `number`, each of `blocks` or (None) of an equal share."""
-
-    number: int
-    blocks: int | None
-
-
-def _choose_splits(
-    q: jax.Array,
-    k_pages: jax.Array,
-    page_table: jax.Array,
-    split_tokens: int | None,
-    tuning: DecodeTuningConfig,
-) -> _Splits:
-    """Fill the processors when the rows alone do not, or follow `split_tokens`."""
-    max_tokens = page_table.shape[1] * k_pages.shape[2]
-    if split_tokens is None:
-        fill = tuning.num_processors // (q.shape[0] * k_pages.shape[3])
-        return _Splits(max(1, min(fill, max_tokens // tuning.min_split_tokens)), None)
-    if split_tokens < 1 or split_tokens % tuning.block_tokens:
-        raise ValueError(
-            f"split_tokens must be a positive multiple of {tuning.block_tokens}; got {split_tokens}"
-        )
-    return _Splits(max(1, -(-max_tokens // split_tokens)), split_tokens // tuning.block_tokens)
-
-
-def _combine_splits(
-    out: jax.Array, highest: jax.Array, total: jax.Array, plan: BlockPlan, q: jax.Array
+def _launch(
+    sizes: Sizes, plan: DecodePlan, out: jax.ShapeDtypeStruct, inputs: Any, interpret: Any
 ) -> jax.Array:
-    """Sum the splits: out [S, splits, N, H], highest and total [S, splits, K, 64], float32."""
-    num_rows, _, num_heads, _ = out.shape
-    highest, total = highest[..., : plan.group], total[..., : plan.group]
-    weight = jnp.exp2(highest - highest.max(1, keepdims=True))
-    total = jnp.maximum((total * weight).sum(1), 1e-30)  # 0 for a padding row: out is 0
-    out = (out * weight.reshape(num_rows, -1, num_heads, 1)).sum(1)
-    return (out / total.reshape(num_rows, num_heads, 1)).astype(q.dtype)
-
-
-def _launch(plan, splits: _Splits, tuning: DecodeTuningConfig, q: jax.Array, inputs, interpret):
-    """Run the kernel: [out] for one split, else [out, highest, total] in float32."""
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = inputs[0].shape[3]
-    out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    if splits.number > 1:
-        partial = jax.ShapeDtypeStruct((num_rows, splits.number, num_heads, head_dim), jnp.float32)
-        sums = jax.ShapeDtypeStruct((num_rows, splits.number, num_kv_heads, TILE_ROWS), jnp.float32)
-        out_type = [partial, sums, sums]
-    grid = {"head": num_kv_heads, "row": num_rows, "split": splits.number}
-    if tuning.heads_together:  # the last axis runs fastest
-        grid = {name: grid[name] for name in ("row", "split", "head")}
-    rows, rows_a_group = _flat_queries(q, num_kv_heads)
+    """Run the kernel; its other two outputs are the workspace where pieces meet."""
+    partial = (plan.max_pieces, sizes.num_kv_heads)
     run = plgpu.kernel(
-        functools.partial(_kernel, plan, splits, num_kv_heads, rows_a_group),
-        out_type=out_type,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=2,
+        functools.partial(_kernel, sizes),
+        out_type=[
+            out,
+            jax.ShapeDtypeStruct((*partial, sizes.head_dim, sizes.columns), jnp.float32),
+            jax.ShapeDtypeStruct((*partial, 2, sizes.columns), jnp.float32),
+        ],
+        grid=(plan.shares.shape[0], sizes.num_kv_heads),
+        grid_names=("share", "head"),  # the heads of a row run side by side
+        num_threads=sizes.workers + 1,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return run(rows, *inputs)
+    return run(*inputs, plan.shares, plan.segments, plan.counters)[0]
+
+
+def _check_plan(plan: DecodePlan, asked: tuple[int | None, ...]) -> None:
+    window, split_tokens, block = plan.sliding_window, plan.split_tokens, plan.block_tokens
+    made_for = (*plan.counters.shape, window, split_tokens, block)
+    if made_for != asked:
+        raise ValueError(
+            "plan must be made for this call's rows, KV heads, sliding_window, split_tokens and "
+            f"block_tokens {asked}; got one for {made_for}"
+        )
+
+
+def _fit_shared_memory(sizes: Sizes, available: int) -> Sizes:
+    """Fewer stages, then fewer workers, where the tiles do not fit."""
+    while sizes.shared_bytes > available and (sizes.stages > 1 or sizes.workers > 1):
+        if sizes.stages > 1:
+            sizes = replace(sizes, stages=sizes.stages - 1)
+        else:
+            sizes = replace(sizes, workers=sizes.workers - 1)
+    return sizes
 
 
 def _flat_queries(q: jax.Array, num_kv_heads: int) -> tuple[jax.Array, int]:
@@ -175,124 +195,159 @@ def _flat_queries(q: jax.Array, num_kv_heads: int) -> tuple[jax.Array, int]:
     return q.reshape(-1, head_dim), group
 
 
-def _kernel(plan: BlockPlan, splits: _Splits, num_kv_heads: int, rows_a_group: int, *refs: Any):
-    """Allocate shared memory and barriers, then run the two warpgroups."""
-    q_ref, k_ref, v_ref, table_ref, len_ref, layer_ref, *out_refs = refs
-    head, row = lax.axis_index("head"), lax.axis_index("row")
-    whole = splits.number == 1
+def _kernel(sizes: Sizes, *refs: Any) -> None:
+    """Allocate shared memory and barriers, then run the warpgroups."""
+    q_ref, k_ref, v_ref, table_ref, layer_ref, shares_ref, segments_ref, *others = refs
+    head, share, worker = (lax.axis_index(name) for name in ("head", "share", "wg"))
 
-    def run(ring, scratch, queries_full):
-        seq_len = len_ref[row]
-        start, first, steps = _share(plan, splits, seq_len)
+    def run(shared):
+        # The first segment stands with the share, so that one wait brings both.
+        begin, end, *fields = (shares_ref[share, field] for field in range(SHARE_FIELDS))
+        first = Segment(*fields)
+        if sizes.dependent_launch:
+            plgpu.griddepcontrol_wait()
+            plgpu.griddepcontrol_launch_dependents()
 
-        @pl.when(lax.axis_index("wg") == 0)
-        def _compute():
-            source = q_ref.at[
-                pl.ds((row * num_kv_heads + head) * rows_a_group, -(-plan.group // 8) * 8)
-            ]
-            _fetch_queries(plan, source, scratch["queries"], queries_full, steps)
-            sums = _attend(plan, ring, scratch, start, first, steps, seq_len)
-            _write(plan, scratch, sums, out_refs)
-
-        @pl.when(lax.axis_index("wg") == 1)
+        @pl.when(worker == sizes.workers)
         def _load():
-            load_blocks(
-                plan,
-                ring,
-                (k_ref, v_ref, table_ref, layer_ref),
-                row=row,
-                kv_head=head,
-                first_block=first,
-                steps=steps,
-                keys=(start, seq_len),
+            load_segments(
+                sizes,
+                shared,
+                (q_ref, k_ref, v_ref, table_ref, layer_ref),
+                segments_ref,
+                head=head,
+                begin=begin,
+                end=end,
+                first=first,
             )
-            drain_ring(plan, ring, steps)
 
-    sums = None if whole else plgpu.SMEM((TILE_ROWS,), jnp.float32)
-    weights = plgpu.SMEM((TILE_ROWS, plan.block), plan.dtype, transforms=TILED)
-    scratch = {
-        "queries": plgpu.SMEM((TILE_ROWS, plan.head_dim), plan.dtype, transforms=TILED),
-        "weights": weights if plan.p_in_smem else None,
-        "out": plgpu.SMEM((TILE_ROWS, plan.head_dim), plan.dtype if whole else jnp.float32),
-        "highest": sums,
-        "total": sums,
-    }
-    pl.run_scoped(run, ring_scratch(plan, 1), scratch, plgpu.Barrier(), collective_axes="wg")
+        @pl.when(worker < sizes.workers)
+        def _work():
+            _attend_segments(sizes, shared, segments_ref, others, begin, end, first)
+
+    pl.run_scoped(run, shared_memory(sizes), collective_axes="wg")
 
 
-def _share(plan: BlockPlan, splits: _Splits, seq_len: jax.Array):
-    """First visible key of the row, first block and number of blocks of this program."""
-    block = jnp.int32(plan.block)
-    split = lax.axis_index("split")
-    start = jnp.int32(0) if plan.window is None else jnp.maximum(seq_len - plan.window, 0)
-    first, end = lax.div(start, block), lax.div(seq_len + (block - 1), block)
-    if splits.blocks is None:
-        share = lax.div(end - first + (splits.number - 1), jnp.int32(splits.number))
-        first = first + split * share
-        end = jnp.minimum(first + share, end)
-    else:
-        first = jnp.maximum(split * splits.blocks, first)
-        end = jnp.minimum((split + 1) * splits.blocks, end)
-    return start, first, jnp.maximum(end - first, 0)
+def _attend_segments(
+    sizes: Sizes,
+    shared: Shared,
+    segments: Any,
+    outputs: list[Any],
+    begin: jax.Array,
+    end: jax.Array,
+    first: Segment,
+) -> None:
+    """Attend this worker's part of each segment; the first worker writes the results."""
+    worker = lax.axis_index("wg")
+
+    def attend(index, carry):
+        position, turn, segment = carry
+        following = read_segment(segments, jnp.minimum(index + 1, end - 1))
+
+        @pl.when(segment.steps > 0)
+        def _attend():
+            place = lax.rem(turn, jnp.int32(2))
+            plgpu.barrier_wait(shared.queries_full.at[place])
+            queries = shared.queries.at[place]
+            sums = attend_segment(
+                sizes, shared, segment, worker, queries=queries, position=position
+            )
+            plgpu.barrier_arrive(shared.queries_free.at[place])
+
+            @pl.when(worker == 0)
+            def _write():
+                _write_results(sizes, shared, segment, _collect(sizes, shared, sums), outputs)
+
+            @pl.when(worker > 0)
+            def _hand_over():
+                _wait_for_results_read(shared, turn)
+                store_sums(sums, shared.results.at[worker - 1], shared.result_sums.at[worker - 1])
+                plgpu.barrier_arrive(shared.results_full)
+
+        @pl.when((segment.steps == 0) & (worker == 0))
+        def _write_nothing():
+            zeros = jnp.full((sizes.head_dim, sizes.columns), 0, jnp.float32)
+            _write_output(sizes, segment, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), outputs[1])
+
+        position += steps_of(sizes, segment.steps, worker)
+        return position, turn + jnp.minimum(segment.steps, 1), following
+
+    _, turn, _ = lax.fori_loop(begin, end, attend, (jnp.int32(0), jnp.int32(0), first))
+
+    @pl.when(worker > 0)
+    def _drain():
+        _wait_for_results_read(shared, turn)
 
 
-def _fetch_queries(plan: BlockPlan, source: Any, queries: Any, full: Any, steps: jax.Array) -> None:
-    @pl.when(steps > 0)
-    def _fetch():
-        plgpu.copy_gmem_to_smem(source, queries.at[pl.ds(0, source.shape[0])], full)
-        plgpu.barrier_wait(full)
+def _wait_for_results_read(shared: Shared, turn: jax.Array) -> None:
+    """Wait until the first worker has read what this one handed over the turn before."""
+
+    @pl.when(turn > 0)
+    def _wait():
+        plgpu.barrier_wait(shared.results_free)
 
 
-def _attend(plan: BlockPlan, ring, scratch, start, first, steps, seq_len) -> Sums:
-    """Online softmax over the blocks `[first, first + steps)` of the row."""
-    block = jnp.int32(plan.block)
-
-    def attend(is_edge: bool, step, sums):
-        offset = (first + step) * block
-
-        def visible(_, column):
-            seen = column < seq_len - offset
-            return seen if plan.window is None else seen & (column >= start - offset)
-
-        return attend_block(
-            plan,
-            ring,
-            lax.rem(step, jnp.int32(plan.stages)),
-            scratch["queries"],
-            scratch["weights"],
-            sums,
-            visible=visible if is_edge else None,
-            keys=(start - offset, seq_len - offset) if is_edge else None,
-        )
-
-    # Blocks [0, inner) hold keys before the window, [inner, outer) only visible keys.
-    inner, sums = jnp.int32(0), empty_sums(plan)
-    if plan.window is not None:
-        inner = jnp.clip(lax.div(start + (block - 1), block) - first, 0, steps)
-        sums = lax.fori_loop(0, inner, functools.partial(attend, True), sums)
-    outer = jnp.clip(lax.div(seq_len, block) - first, inner, steps)
-    sums = lax.fori_loop(inner, outer, functools.partial(attend, False), sums)
-    return lax.fori_loop(outer, steps, functools.partial(attend, True), sums)
+def _collect(sizes: Sizes, shared: Shared, sums: Sums) -> Sums:
+    """Add the other workers' sums to the first one's."""
+    if sizes.workers == 1:
+        return sums
+    plgpu.barrier_wait(shared.results_full)
+    for other in range(sizes.workers - 1):
+        theirs = load_sums(shared.results.at[other], shared.result_sums.at[other])
+        sums = merge_sums(sums, theirs)
+    plgpu.barrier_arrive(shared.results_free)
+    return sums
 
 
-def _write(plan: BlockPlan, scratch: dict[str, Any], sums: Sums, out_refs: list[Any]) -> None:
-    """Write the output, or the sums of this split, to global memory."""
-    head, row, split = (lax.axis_index(name) for name in ("head", "row", "split"))
-    acc, highest, total = sums
-    staged = scratch["out"].at[pl.ds(0, plan.group)]
-    heads = pl.ds(head * plan.group, plan.group)
-    if len(out_refs) == 1:
-        inverse = 1 / jnp.maximum(total, 1e-30)  # of a padding row, whose acc is 0, too
-        acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-        scratch["out"][...] = acc.astype(plan.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, out_refs[0].at[row, heads])
-    else:
-        scratch["out"][...] = acc
-        scratch["highest"][...] = highest
-        scratch["total"][...] = total
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, out_refs[0].at[row, split, heads])
-        plgpu.copy_smem_to_gmem(scratch["highest"], out_refs[1].at[row, split, head])
-        plgpu.copy_smem_to_gmem(scratch["total"], out_refs[2].at[row, split, head])
-    plgpu.wait_smem_to_gmem(0)
+def _write_results(
+    sizes: Sizes, shared: Shared, segment: Segment, sums: Sums, outputs: list[Any]
+) -> None:
+    """Write the output of a whole row, or a piece's sums; of a row's last piece, its output."""
+    counters_ref, out_ref, acc_ref, numbers_ref = outputs
+    head = lax.axis_index("head")
+
+    @pl.when(segment.pieces == 1)
+    def _write_whole():
+        _write_output(sizes, segment, _normalize(sums), out_ref)
+
+    @pl.when(segment.pieces > 1)
+    def _write_piece():
+        place = segment.place + segment.piece
+        store_sums(sums, acc_ref.at[place, head], numbers_ref.at[place, head])
+        counter = counters_ref.at[segment.row, head]
+        arrive(counter, segment.pieces, shared.arrived, interpreted=sizes.interpreted)
+
+        @pl.when(shared.arrived[0] + 1 == segment.pieces)
+        def _combine():
+            combined = _combine_pieces(segment, sums, acc_ref, numbers_ref)
+            _write_output(sizes, segment, _normalize(combined), out_ref)
+
+
+def _combine_pieces(segment: Segment, sums: Sums, acc_ref: Any, numbers_ref: Any) -> Sums:
+    """All pieces' sums in the pieces' order, whoever came last. `sums` only gives the shapes."""
+    head = lax.axis_index("head")
+
+    def add_some(index, so_far):
+        first = index * COMBINED_AT_ONCE
+        pieces = [first + offset for offset in range(COMBINED_AT_ONCE)]
+        places = [segment.place + jnp.minimum(piece, segment.pieces - 1) for piece in pieces]
+        loaded = [load_sums(acc_ref.at[at, head], numbers_ref.at[at, head]) for at in places]
+        for piece, more in zip(pieces, loaded, strict=True):
+            highest = jnp.where(piece < segment.pieces, more.highest, MASKED)
+            so_far = merge_sums(so_far, more._replace(highest=highest))
+        return so_far
+
+    nothing = Sums(sums.acc * 0, sums.highest * 0 + MASKED, sums.total * 0)
+    rounds = lax.div(segment.pieces + (COMBINED_AT_ONCE - 1), jnp.int32(COMBINED_AT_ONCE))
+    return lax.fori_loop(0, rounds, add_some, nothing)
+
+
+def _normalize(sums: Sums) -> jax.Array:
+    return sums.acc * lax.broadcast_in_dim(1 / sums.total, sums.acc.shape, [1])
+
+
+def _write_output(sizes: Sizes, segment: Segment, out: jax.Array, out_ref: Any) -> None:
+    """Write [H, N] as this head's rows of the output."""
+    heads = pl.ds(lax.axis_index("head") * sizes.group, sizes.group)
+    target = out_ref.at[segment.row, heads]
+    store_columns(out.astype(sizes.dtype), target, interpreted=sizes.interpreted)

@@ -1,7 +1,6 @@
-"""What the two Mosaic GPU attention kernels share: checks, page copies, one block's softmax."""
+"""Pieces of the Mosaic GPU attention kernels: checks, page copies, products of one block."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +18,9 @@ STORED_HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 TILE_ROWS = 64  # rows of one WGMMA
 MASKED = -1e30  # a logit that no key has; finite, so that MASKED - MASKED is not NaN
+# Above MASKED times any scale. Where a row has only masked keys yet, the highest stays at it, so
+# that their weights are 0: of two equal huge numbers, one in a fused multiply-add is not rounded.
+LOWEST = -1e20
 LOG2_E = math.log2(math.e)
 
 # What WGMMA reads from shared memory.
@@ -196,70 +198,12 @@ def empty_sums(plan: BlockPlan) -> Sums:
     shape, by_row = (TILE_ROWS, plan.head_dim), plgpu.Layout.WGMMA.reduce(1)
     return (
         plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((TILE_ROWS,), MASKED, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), by_row),
         plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), by_row),
     )
 
 
-def attend_block(
-    plan: BlockPlan,
-    ring: Ring,
-    slot: jax.Array,
-    queries: Any,
-    weights: Any,
-    sums: Sums,
-    *,
-    visible: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-    keys: tuple[jax.Array, jax.Array] | None = None,
-) -> Sums:
-    """Add one block to the online softmax of 64 query rows.
-
-    Args:
-      plan: static numbers.
-      ring: tiles of K and V.
-      slot: the block's place in the ring.
-      queries: [64, H] in shared memory.
-      weights: [64, block] scratch in shared memory where `plan.p_in_smem`.
-      sums: so far.
-      visible: (query row, key column), int32 [64, block] -> which pairs count; None = all.
-      keys: columns `[first, end)` that anyone sees; the other values may be NaN, so they are
-        zeroed. None = the whole block.
-
-    Returns:
-      The sums with this block.
-    """
-    acc, highest, total = sums
-    plgpu.barrier_wait(ring.k_full.at[slot])
-
-    def multiply_keys(product):
-        plgpu.wgmma(product, queries, ring.k.at[slot].transpose((1, 0)))
-        return product[...]
-
-    shape = (TILE_ROWS, plan.block)
-    logits = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-    plgpu.barrier_arrive(ring.k_free.at[slot])
-    logits = _to_log2(plan, logits)
-    if visible is not None:
-        iotas = (
-            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-            for axis in (0, 1)
-        )
-        logits = jnp.where(visible(*iotas), logits, MASKED)
-    new_highest = jnp.maximum(highest, logits.max(axis=1))
-    shrink = jnp.exp2(highest - new_highest)
-    p = jnp.exp2(logits - lax.broadcast_in_dim(new_highest, shape, [0]))
-    acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-    total = total * shrink + p.sum(axis=1)
-    p = p.astype(plan.dtype)
-    plgpu.barrier_wait(ring.v_full.at[slot])
-    if keys is not None:
-        _zero_values_outside(plan, ring.v.at[slot], *keys)
-    acc = _add_values(plan, acc, p, weights, ring.v.at[slot])
-    plgpu.barrier_arrive(ring.v_free.at[slot])
-    return acc, new_highest, total
-
-
-def _to_log2(plan: BlockPlan, products: jax.Array) -> jax.Array:
+def to_log2(plan: BlockPlan, products: jax.Array) -> jax.Array:
     """From q @ k to logits in base 2, so that softmax takes exp2."""
     if plan.soft_cap is None:
         return products * (plan.scale * LOG2_E)
@@ -268,19 +212,23 @@ def _to_log2(plan: BlockPlan, products: jax.Array) -> jax.Array:
     return cap - (2 * cap) / (jnp.exp2(products * slope) + 1)
 
 
-def _zero_values_outside(plan: BlockPlan, values: Any, first: jax.Array, end: jax.Array) -> None:
+def zero_values_outside(plan: BlockPlan, values: Any, first: jax.Array, end: jax.Array) -> None:
     """Zero the rows of a V tile outside `[first, end)`: a weight of 0 times NaN would be NaN."""
+    width = min(plan.head_dim, 128)
+    for start in range(0, plan.block, TILE_ROWS):
 
-    @pl.when((first > 0) | (end < plan.block))
-    def _zero():
-        shape = (plan.block, plan.head_dim)
-        key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where((key >= first) & (key < end), loaded, jnp.zeros_like(loaded))
-        plgpu.commit_smem()
+        @pl.when((first > start) | (end < start + TILE_ROWS))
+        def _zero(start=start):
+            shape = (TILE_ROWS, width)
+            key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + start
+            for column in range(0, plan.head_dim, width):  # in parts: registers are scarce
+                part = values.at[pl.ds(start, TILE_ROWS), pl.ds(column, width)]
+                loaded = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+                part[...] = jnp.where((key >= first) & (key < end), loaded, jnp.zeros_like(loaded))
+            plgpu.commit_smem()
 
 
-def _add_values(plan: BlockPlan, acc: jax.Array, p: jax.Array, weights: Any, values: Any) -> Any:
+def add_values(plan: BlockPlan, acc: jax.Array, p: jax.Array, weights: Any, values: Any) -> Any:
     """Compute acc + p @ values."""
     if not plan.p_in_smem:
         return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values))(

@@ -21,6 +21,20 @@ class QueryTiles(NamedTuple):
     num_tiles: jax.Array
 
 
+class PrefillTiles(NamedTuple):
+    """Query tiles as the prefill kernel reads them; those that see most keys come first.
+
+    Attributes:
+      tiles: [tiles, 5] int32: row; token of place 0; first and end of the tile's tokens that are
+        the row's; position of place 0 in the row's sequence, negative where that token is not the
+        row's.
+      counts: [3] int32: tiles with work; first token with a tile; end of the tokens with one.
+    """
+
+    tiles: jax.Array
+    counts: jax.Array
+
+
 def check_paged_inputs(
     query: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array
 ) -> None:
@@ -93,6 +107,44 @@ def plan_query_tiles(
     known = jnp.minimum(row, num_rows - 1)
     first = aligned[known] + (index - (ends - tiles)[known]) * tile_tokens
     return QueryTiles(row, jnp.where(row < num_rows, first, 0).astype(jnp.int32), ends[-1])
+
+
+def plan_prefill_tiles(
+    query_start_loc: jax.Array,
+    first_row: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    num_tokens: int,
+    tile_tokens: int,
+    alignment: int,
+) -> PrefillTiles:
+    """Describe the tiles of `plan_query_tiles`, longest work first.
+
+    Args:
+      query_start_loc: [S + 1] int32, cumulative query offsets.
+      first_row: [1] int32; earlier rows get no tile.
+      seq_lens: [S] int32, tokens in cache, this step's included.
+      num_tokens: T, the padded number of tokens.
+      tile_tokens: places a tile.
+      alignment: tiles start at multiples of it; divides `tile_tokens`.
+    """
+    row, first_token, num_tiles = plan_query_tiles(
+        query_start_loc,
+        first_row,
+        num_tokens=num_tokens,
+        tile_tokens=tile_tokens,
+        alignment=alignment,
+    )
+    has_work = jnp.arange(row.shape[0]) < num_tiles
+    row = jnp.where(has_work, row, 0)
+    start, end = query_start_loc[row], query_start_loc[row + 1]
+    base = seq_lens[row] - (end - first_token)
+    first = jnp.maximum(first_token, start)
+    last = jnp.minimum(first_token + tile_tokens, end)
+    num_keys = jnp.where(has_work, base + (last - first_token), 0)
+    tiles = jnp.stack([row, first_token, first, last, base], axis=1)[jnp.argsort(-num_keys)]
+    counts = jnp.stack([num_tiles, query_start_loc[first_row[0]], query_start_loc[-1]])
+    return PrefillTiles(tiles.astype(jnp.int32), counts.astype(jnp.int32))
 
 
 def mask_queries(out: jax.Array, query_start_loc: jax.Array, first_row: jax.Array) -> jax.Array:

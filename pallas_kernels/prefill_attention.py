@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_attention import (
     COMPILER_PARAMS,
@@ -15,21 +16,28 @@ from pallas_kernels.mosaic_attention import (
     TILED,
     BlockPlan,
     Ring,
-    Sums,
-    attend_block,
     check_mosaic_inputs,
     drain_ring,
-    empty_sums,
     load_blocks,
     ring_scratch,
 )
 from pallas_kernels.paged_inputs import (
+    PrefillTiles,
     check_paged_inputs,
-    mask_queries,
     max_query_tiles,
-    plan_query_tiles,
+    plan_prefill_tiles,
 )
 from pallas_kernels.platform import gpu_kind
+from pallas_kernels.prefill_output import write_other_tokens, write_tile
+from pallas_kernels.prefill_schedule import (
+    Tile,
+    attend,
+    begin_turns,
+    end_turns,
+    skip,
+    turns_scratch,
+)
+from pallas_kernels.prefill_work import Refs, Work, for_each_work, span_of
 from pallas_kernels.tuning import PrefillTuningConfig, prefill_tuning
 
 ALIGNMENT = 8  # TMA reads q in tiles of 8 tokens
@@ -47,6 +55,8 @@ def prefill_attention(
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
     first_row: jax.Array,
+    decoded: jax.Array | None = None,
+    tiles: PrefillTiles | None = None,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -69,24 +79,37 @@ def prefill_attention(
       seq_lens: [S] int32, tokens in cache, this step's included.
       query_start_loc: [S + 1] int32, cumulative query offsets; a row may have no query.
       first_row: [1] int32; the rows before it (decode rows) are another kernel's.
-      scale: multiplies the logits.
+      decoded: [D, N, H] in q's dtype, results for the first D tokens; those of the rows before
+        `first_row[0]` are copied to the output. They must not be more than D. None = zeros.
+      tiles: what `prefill_tiles` made of the same rows; None = it is called here.
+      scale: multiplies the logits; positive.
       sliding_window: a query at position p sees the keys `(p - sliding_window, p]`; None = all.
       soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`.
       interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
       tuning: sizes of the kernel; None = from the table.
 
     Returns:
-      [T, N, H] in q's dtype; zero for the tokens of earlier rows and of no row.
+      [T, N, H] in q's dtype; zero for the tokens of no row.
 
     Raises:
-      ValueError: shapes, dtypes, head dim, page size or heads do not fit.
+      ValueError: shapes, dtypes, head dim, page size, heads, tiles or scale do not fit.
 
-    Source: Kwon et al. 2023 (paged attention); Shah et al. 2024 (FlashAttention-3: warpgroups
-    that load and that compute).
+    Source: Kwon et al. 2023 (paged attention); Shah et al. 2024 (FlashAttention-3).
     """
     check_paged_inputs(q, k_pages, v_pages, page_table)
     check_mosaic_inputs(q, k_pages)
     tuning = tuning or prefill_tuning(gpu_kind(), q.shape[2], q.dtype)
+    if tiles is None:
+        tiles = prefill_tiles(
+            query_start_loc,
+            first_row,
+            seq_lens,
+            num_tokens=q.shape[0],
+            head_dim=q.shape[2],
+            dtype=q.dtype,
+            tuning=tuning,
+        )
+    _check_prefill_inputs(q, decoded, tiles, seq_lens.shape[0], tuning, scale)
     plan = BlockPlan(
         group=q.shape[1] // k_pages.shape[3],
         head_dim=q.shape[2],
@@ -99,27 +122,63 @@ def prefill_attention(
         dtype=q.dtype,
         p_in_smem=interpret is not None,
     )
-    tiles = plan_query_tiles(
+    inputs = (k_pages, v_pages, page_table, layer, *tiles)
+    return _launch(plan, tuning, q, inputs, decoded, interpret)
+
+
+def prefill_tiles(
+    query_start_loc: jax.Array,
+    first_row: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    num_tokens: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    tuning: PrefillTuningConfig | None = None,
+) -> PrefillTiles:
+    """Cut the queries into tiles; all layers of one stored head dim can share them.
+
+    Args:
+      query_start_loc: [S + 1] int32, as for `prefill_attention`.
+      first_row: [1] int32, likewise.
+      seq_lens: [S] int32, likewise.
+      num_tokens: T.
+      head_dim: stored head dim H.
+      dtype: of q.
+      tuning: as for `prefill_attention`.
+    """
+    tuning = tuning or prefill_tuning(gpu_kind(), head_dim, dtype)
+    return plan_prefill_tiles(
         query_start_loc,
         first_row,
-        num_tokens=q.shape[0],
+        seq_lens,
+        num_tokens=num_tokens,
         tile_tokens=TILE_ROWS * tuning.compute_warpgroups,
         alignment=ALIGNMENT,
     )
-    inputs = (k_pages, v_pages, page_table, layer, seq_lens, query_start_loc)
-    tile_inputs = (tiles.row, tiles.first_token, tiles.num_tiles.reshape(1))
-    out = _launch(plan, tuning, q, (*inputs, *tile_inputs), interpret)
-    return mask_queries(out, query_start_loc, first_row)
 
 
-def _launch(plan: BlockPlan, tuning: PrefillTuningConfig, q: jax.Array, inputs, interpret):
-    """Run the kernel; tokens without a tile are left unwritten."""
-    num_tokens, num_heads, _ = q.shape
-    num_rows = inputs[4].shape[0]
+def _check_prefill_inputs(q, decoded, tiles: PrefillTiles, num_rows: int, tuning, scale) -> None:
+    """Refuse what only the prefill kernel cannot read."""
+    if scale <= 0:
+        raise ValueError(f"scale must be positive; got {scale}")
+    if decoded is not None and (decoded.shape[1:] != q.shape[1:] or decoded.dtype != q.dtype):
+        raise ValueError(
+            f"decoded must be [D, {q.shape[1]}, {q.shape[2]}] {q.dtype}; "
+            f"got {decoded.shape=} {decoded.dtype}"
+        )
     tile_tokens = TILE_ROWS * tuning.compute_warpgroups
-    items = max_query_tiles(num_tokens, num_rows, tile_tokens, ALIGNMENT) * num_heads
+    shape = (max_query_tiles(q.shape[0], num_rows, tile_tokens, ALIGNMENT), 5)
+    if tiles.tiles.shape != shape:
+        raise ValueError(f"tiles must be made for q: {shape}; got {tiles.tiles.shape=}")
+
+
+def _launch(plan: BlockPlan, tuning: PrefillTuningConfig, q: jax.Array, inputs, decoded, interpret):
+    num_tokens, num_heads, _ = q.shape
+    items = inputs[-2].shape[0] * num_heads
+    has_decoded = decoded is not None
     run = plgpu.kernel(
-        functools.partial(_kernel, plan, tuning, num_heads),
+        functools.partial(_kernel, plan, tuning, has_decoded),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
         grid=(min(tuning.num_programs, items),),
         grid_names=("program",),
@@ -131,206 +190,112 @@ def _launch(plan: BlockPlan, tuning: PrefillTuningConfig, q: jax.Array, inputs, 
     padding = max(TILE_ROWS, num_tokens + -num_tokens % ALIGNMENT) - num_tokens
     if padding:
         q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
-    return run(q, *inputs)[0]
+    return run(q, *inputs, *([decoded] if has_decoded else []))[0]
 
 
-class _Refs(NamedTuple):
-    """Arrays in global memory."""
+class _Queries(NamedTuple):
+    """Query tiles in shared memory [buffers, warpgroups, 64, H], and who may touch them."""
 
-    q: Any
-    k_pages: Any
-    v_pages: Any
-    page_table: Any
-    layer: Any
-    seq_lens: Any
-    query_start_loc: Any
-    tile_row: Any
-    tile_first_token: Any
-    num_tiles: Any
-    out: Any
+    tiles: Any
+    full: Any
+    free: Any
 
 
-class _Work(NamedTuple):
-    """One query head's share of one query tile, int32 scalars.
-
-    Tokens count along [T, ...], positions and keys along the sequence.
-    """
-
-    head: jax.Array
-    row: jax.Array
-    first_token: jax.Array  # of place 0 of the tile, aligned
-    tokens: tuple[jax.Array, jax.Array]  # [first, end) with queries of this row
-    base: jax.Array  # position of place 0; negative where that is another row's
-    keys: tuple[jax.Array, jax.Array]  # [first, end) that any query sees
-    first_block: jax.Array
-    steps: jax.Array
-
-
-def _kernel(plan: BlockPlan, tuning: PrefillTuningConfig, num_heads: int, *args: Any) -> None:
+def _kernel(plan: BlockPlan, tuning: PrefillTuningConfig, has_decoded: bool, *args: Any) -> None:
     """Allocate shared memory and barriers, then run the warpgroups."""
-    refs, computing = _Refs(*args), tuning.compute_warpgroups
+    refs = Refs(*(args if has_decoded else (*args[:-1], None, args[-1])))
+    computing = tuning.compute_warpgroups
 
-    def run(ring, scratch, queries_full):
-        for_each = functools.partial(_for_each_work, plan, refs, num_heads, computing)
-
+    def run(ring, queries, weights, staged, turns, copied):
         @pl.when(lax.axis_index("wg") < computing)
         def _compute():
             if computing > 1:
                 plgpu.set_max_registers(tuning.compute_registers, action="increase")
-            for_each(functools.partial(_compute_work, plan, refs, ring, scratch, queries_full))
+            tile = Tile(ring, queries, weights, turns)
+            _compute_all(plan, tuning, refs, tile, tuple(staged), copied)
 
         @pl.when(lax.axis_index("wg") == computing)
         def _load():
             if computing > 1:
                 plgpu.set_max_registers(tuning.load_registers, action="decrease")
-            drain_ring(plan, ring, for_each(functools.partial(_load_work, plan, refs, ring)))
+            _load_all(plan, tuning, refs, ring, queries)
 
     tile = (computing, TILE_ROWS, plan.head_dim)
+    tiles = plgpu.SMEM((tuning.query_buffers, *tile), plan.dtype, transforms=TILED)
+    per_buffer = plgpu.Barrier(num_arrivals=computing, num_barriers=tuning.query_buffers)
     weights = plgpu.SMEM((computing, TILE_ROWS, plan.block), plan.dtype, transforms=TILED)
-    scratch = {
-        "queries": plgpu.SMEM(tile, plan.dtype, transforms=TILED),
-        "weights": weights if plan.p_in_smem else None,
-        "out": plgpu.SMEM(tile, plan.dtype),
-    }
+    staged = (plgpu.SMEM(tile, plan.dtype, transforms=TILED), plgpu.SMEM(tile, plan.dtype))
     pl.run_scoped(
         run,
         ring_scratch(plan, computing),
-        scratch,
+        _Queries(tiles, per_buffer, per_buffer),
+        weights if plan.p_in_smem else None,
+        plgpu.RefUnion(*staged),
+        turns_scratch(tuning),
         plgpu.Barrier(num_barriers=computing),
         collective_axes="wg",
     )
 
 
-def _for_each_work(plan: BlockPlan, refs: _Refs, num_heads: int, computing: int, do) -> jax.Array:
-    """Call `do(work, position)` for this program's items; position = K tiles before it.
+def _load_all(plan: BlockPlan, tuning, refs: Refs, ring: Ring, queries: _Queries) -> None:
+    """Fetch the queries, keys and values of all items."""
+    buffers = jnp.int32(tuning.query_buffers)
 
-    Every warpgroup walks the same items. The last tiles, which see most keys, come first.
-    """
-    program, programs = lax.axis_index("program"), lax.axis_size("program")
-    num_tiles = refs.num_tiles[0]
-    mine = lax.div(num_tiles * num_heads - program + (programs - 1), jnp.int32(programs))
-
-    def step(index, position):
-        item = program + index * programs
-        tile = num_tiles - 1 - lax.div(item, jnp.int32(num_heads))
-        work = _describe(plan, refs, tile, lax.rem(item, jnp.int32(num_heads)), computing)
-        do(work, position)
-        return position + work.steps
-
-    return lax.fori_loop(0, jnp.maximum(mine, 0), step, jnp.int32(0))
-
-
-def _describe(plan: BlockPlan, refs: _Refs, tile, head, computing: int) -> _Work:
-    row, first_token = refs.tile_row[tile], refs.tile_first_token[tile]
-    row_start, row_end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
-    base = refs.seq_lens[row] - (row_end - first_token)
-    tokens = (
-        jnp.maximum(first_token, row_start),
-        jnp.minimum(first_token + TILE_ROWS * computing, row_end),
-    )
-    first_key = jnp.int32(0)
-    if plan.window is not None:
-        first_key = jnp.maximum(base + (tokens[0] - first_token) - plan.window + 1, 0)
-    end_key = base + (tokens[1] - first_token)
-    block = jnp.int32(plan.block)
-    first_block = lax.div(first_key, block)
-    steps = lax.div(end_key + (block - 1), block) - first_block
-    return _Work(head, row, first_token, tokens, base, (first_key, end_key), first_block, steps)
-
-
-def _load_work(plan: BlockPlan, refs: _Refs, ring: Ring, work: _Work, position) -> None:
-    load_blocks(
-        plan,
-        ring,
-        (refs.k_pages, refs.v_pages, refs.page_table, refs.layer),
-        row=work.row,
-        kv_head=lax.div(work.head, jnp.int32(plan.group)),
-        first_block=work.first_block,
-        steps=work.steps,
-        keys=work.keys,
-        position=position,
-    )
-
-
-def _compute_work(plan, refs: _Refs, ring, scratch, queries_full, work: _Work, position) -> None:
-    warpgroup = lax.axis_index("wg")
-    scratch = jax.tree.map(lambda ref: ref.at[warpgroup], scratch)
-    full = queries_full.at[warpgroup]
-    first_token = work.first_token + warpgroup * TILE_ROWS
-    source = refs.q.at[pl.ds(first_token, TILE_ROWS), work.head]
-    plgpu.copy_gmem_to_smem(source, scratch["queries"], full)
-    plgpu.barrier_wait(full)
-    acc, _, total = _attend(plan, ring, scratch, work, position)
-    inverse = 1 / jnp.maximum(total, 1e-30)
-    acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-    scratch["out"][...] = acc.astype(plan.dtype)
-    plgpu.commit_smem()
-    _store(scratch["out"], refs.out, work, first_token)
-
-
-def _attend(plan: BlockPlan, ring: Ring, scratch, work: _Work, position) -> Sums:
-    """Online softmax of this warpgroup's 64 queries over all blocks of the work."""
-    block = jnp.int32(plan.block)
-    base = work.base + lax.axis_index("wg") * TILE_ROWS
-
-    def attend(is_edge: bool, step, sums):
-        offset = (work.first_block + step) * block
-
-        def visible(query, column):
-            seen = column - query <= base - offset
-            if plan.window is None:
-                return seen
-            return seen & (column - query > base - offset - plan.window)
-
-        first_key, end_key = work.keys
-        return attend_block(
+    def load(work: Work, index, position):
+        buffer = lax.rem(index, buffers)
+        pl.when(index >= buffers)(lambda: plgpu.barrier_wait(queries.free.at[buffer]))
+        for warpgroup in range(tuning.compute_warpgroups):
+            first_token = work.first_token + warpgroup * TILE_ROWS
+            source = refs.q.at[pl.ds(first_token, TILE_ROWS), work.head]
+            target = queries.tiles.at[buffer, warpgroup]
+            plgpu.copy_gmem_to_smem(source, target, queries.full.at[buffer])
+        load_blocks(
             plan,
             ring,
-            lax.rem(position + step, jnp.int32(plan.stages)),
-            scratch["queries"],
-            scratch["weights"],
-            sums,
-            visible=visible if is_edge else None,
-            keys=(first_key - offset, end_key - offset) if is_edge else None,
+            (refs.k_pages, refs.v_pages, refs.page_table, refs.layer),
+            row=work.row,
+            kv_head=lax.div(work.head, jnp.int32(plan.group)),
+            first_block=work.first_block,
+            steps=work.steps,
+            keys=work.keys,
+            position=position,
         )
 
-    # Blocks [0, inner) lie before some query's window, [inner, outer) are seen by all queries.
-    first_position = work.base + (work.tokens[0] - work.first_token)
-    inner, sums = jnp.int32(0), empty_sums(plan)
-    if plan.window is not None:
-        seen_by_all = jnp.maximum(work.keys[1] - plan.window, 0)
-        inner = jnp.clip(
-            lax.div(seen_by_all + (block - 1), block) - work.first_block, 0, work.steps
-        )
-        sums = lax.fori_loop(0, inner, functools.partial(attend, True), sums)
-    outer = jnp.clip(lax.div(first_position + 1, block) - work.first_block, inner, work.steps)
-    sums = lax.fori_loop(inner, outer, functools.partial(attend, False), sums)
-    return lax.fori_loop(outer, work.steps, functools.partial(attend, True), sums)
+    mine, position = for_each_work(plan, refs, load)
+    drain_ring(plan, ring, position)
+
+    @pl.loop(jnp.maximum(mine - buffers, 0), mine)
+    def _drain(index):
+        plgpu.barrier_wait(queries.free.at[lax.rem(index, buffers)])
 
 
-def _store(staged: Any, out_ref: Any, work: _Work, first_token: jax.Array) -> None:
-    """Write the rows of a staged tile [64, H] that are this work's queries, and no others."""
-    first = jnp.clip(work.tokens[0] - first_token, 0, TILE_ROWS)
-    count = jnp.clip(work.tokens[1] - first_token, first, TILE_ROWS) - first
+def _compute_all(plan: BlockPlan, tuning, refs: Refs, tile: Tile, staged, copied) -> None:
+    """Attend this warpgroup's 64 rows of all items; first, copy what needs no attention."""
+    warpgroup = lax.axis_index("wg")
+    queries, weights = tile.queries, tile.weights
+    staged = tuple(ref.at[warpgroup] for ref in staged)
+    weights = None if weights is None else weights.at[warpgroup]
+    write_other_tokens(refs, staged[1], copied.at[warpgroup], tuning.compute_warpgroups)
+    begin_turns(tuning, tile.turns, warpgroup)
 
-    def copy(place, size):
-        target = out_ref.at[pl.ds(first_token + place, size), work.head]
-        plgpu.copy_smem_to_gmem(staged.at[pl.ds(place, size)], target)
+    def compute(work: Work, index, position):
+        buffer = lax.rem(index, jnp.int32(tuning.query_buffers))
+        mine = tile._replace(queries=queries.tiles.at[buffer, warpgroup], weights=weights)
+        first_token = work.first_token + warpgroup * TILE_ROWS
+        first = jnp.clip(work.tokens[0] - first_token, 0, TILE_ROWS)
+        count = jnp.clip(work.tokens[1] - first_token, first, TILE_ROWS) - first
+        plgpu.barrier_wait(queries.full.at[buffer])
 
-    @pl.when(count == TILE_ROWS)
-    def _all():
-        copy(0, TILE_ROWS)
+        @pl.when(count > 0)
+        def _attend():
+            acc, total = attend(plan, tuning, mine, span_of(plan, work, warpgroup), position)
+            acc = acc * lax.broadcast_in_dim(1 / jnp.maximum(total, 1e-30), acc.shape, [0])
+            out = refs.out.at[:, work.head]
+            write_tile(acc.astype(plan.dtype), staged, out, first_token, first, count)
 
-    @pl.when(count < TILE_ROWS)
-    def _some():
-        eights = lax.div(count, jnp.int32(8))
+        pl.when(count == 0)(lambda: skip(plan, tuning, mine, work.steps, position))
+        plgpu.barrier_arrive(queries.free.at[buffer])
 
-        @pl.loop(0, eights)
-        def _eight(index):
-            copy(first + index * 8, 8)
-
-        @pl.loop(0, count - eights * 8)
-        def _one(index):
-            copy(first + eights * 8 + index, 1)
-
+    for_each_work(plan, refs, compute)
+    end_turns(tuning, tile.turns, warpgroup)
     plgpu.wait_smem_to_gmem(0)

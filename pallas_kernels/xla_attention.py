@@ -90,6 +90,7 @@ def prefill_attention(
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
     first_row: jax.Array,
+    decoded: jax.Array | None = None,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -110,12 +111,14 @@ def prefill_attention(
       seq_lens: [S] int32, tokens in cache, this step's included.
       query_start_loc: [S + 1] int32, cumulative query offsets; a row may have no query.
       first_row: [1] int32; the rows before it (decode rows) are another kernel's.
+      decoded: [D, N, H] in q's dtype, results for the first D tokens; those of the rows before
+        `first_row[0]` are copied to the output. They must not be more than D. None = zeros.
       scale: multiplies the logits.
       sliding_window: a query at position p sees the keys `(p - sliding_window, p]`; None = all.
       soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`.
 
     Returns:
-      [T, N, H] in q's dtype; zero for the tokens of earlier rows and of no row.
+      [T, N, H] in q's dtype; zero for the tokens of no row.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -144,7 +147,12 @@ def prefill_attention(
 
     num_steps = (tiles.num_tiles + together - 1) // together
     out = lax.fori_loop(0, num_steps, attend_tiles, jnp.zeros_like(q))
-    return mask_queries(out, query_start_loc, first_row)
+    out = mask_queries(out, query_start_loc, first_row)
+    if decoded is None:
+        return out
+    is_decoded = jnp.arange(decoded.shape[0]) < query_start_loc[first_row[0]]
+    head = jnp.where(is_decoded[:, None, None], decoded, out[: decoded.shape[0]])
+    return out.at[: decoded.shape[0]].set(head)
 
 
 class _Options(NamedTuple):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,30 +12,19 @@ from jax import lax
 
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array, seconds_a_call
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.paged_inputs import PrefillTiles
+from pallas_kernels.platform import gpu_kind
+from pallas_kernels.prefill_attention import prefill_attention, prefill_tiles
 from pallas_kernels.reference import paged_attention
-from pallas_kernels.tuning import DecodeTuningConfig, PrefillTuningConfig
+from pallas_kernels.tuning import prefill_tuning
 
 TOLERANCE = 0.01
+FLOPS_PER_SECOND = 7.9e14  # of large bfloat16 products on an H200
 SAMPLES = 48  # tokens of a case that are compared with the reference
 LAYERS = 4  # of a timed cache: each call reads another layer, so that L2 cannot serve it
 
 # name -> (query tokens by row, or None for decode; tokens in cache by row; fields)
 CHECKS: dict[str, tuple[list[int] | None, list[int], dict[str, Any]]] = {
-    "decode g4 h128 b16": (None, list(range(0, 1600, 25)), {}),
-    "decode g4 h128 b16 8 rows": (None, [1000, 0, 3, 64, 65, 900, 128, 2000], {}),
-    "decode g2 h128 b64": (None, [1000, 0, 3000, 17, 64], {"heads": (16, 8, 128), "page": 64}),
-    "decode g3 h64 b16 fp16": (None, [999, 0, 130], {"heads": (9, 3, 64), "dtype": "float16"}),
-    "decode g1 h256 b128": (None, [900, 128, 129, 0], {"heads": (8, 8, 256), "page": 128}),
-    "decode g64 h128 b32": (None, [1500, 64, 700], {"heads": (64, 1, 128), "page": 32}),
-    "decode window h64": (None, [2000, 100, 5], {"heads": (6, 2, 64), "window": 100}),
-    "decode window cap h256": (
-        None, [2000, 100, 5], {"heads": (8, 4, 256), "window": 129, "cap": 20.0},
-    ),
-    "decode cap h128": (None, [700, 1, 64], {"cap": 20.0}),
-    "decode split_tokens": (None, [3000, 0, 256, 257, 1], {"split_tokens": 256}),
-    "decode h256 splits": (None, [3000, 5], {"heads": (8, 2, 256), "split_tokens": 512}),
-    "decode beyond 2^32 elements": (None, [1000, 77, 0, 512], {"far": True}),
     "prefill ragged h128 b16": ([1, 300, 29, 64, 700], [40, 470, 29, 64, 700], {"first": 1}),
     "prefill g2 h128 b64": (
         [1000, 1, 0, 77], [1000, 90, 0, 500], {"heads": (16, 8, 128), "page": 64},
@@ -49,6 +39,36 @@ CHECKS: dict[str, tuple[list[int] | None, list[int], dict[str, Any]]] = {
         [500, 33], [900, 300], {"heads": (4, 2, 256), "window": 129, "cap": 20.0},
     ),
     "prefill 8192 on 24576": ([8192], [8192 + 24576], {}),
+    "prefill 16 rows of 512": ([512] * 16, [512] * 16, {}),
+    "prefill decoded rows": (
+        [1] * 9 + [300, 29], [70] * 9 + [470, 29], {"first": 9, "decoded": 11},
+    ),
+    "prefill decoded n40 h64": (
+        [1, 1, 130], [9, 70, 130], {"heads": (40, 8, 64), "first": 2, "decoded": 2},
+    ),
+    "prefill plain": ([1, 300, 29, 700], [40, 470, 29, 700], {"tuning": {"ping_pong": False}}),
+    "prefill overlap": (
+        [1, 300, 29, 700], [40, 470, 29, 700],
+        {"first": 1, "tuning": {"ping_pong": False, "overlap": True}},
+    ),
+    "prefill overlap ping_pong": (
+        [1, 300, 29, 700], [40, 470, 29, 700], {"tuning": {"overlap": True}},
+    ),
+    "prefill overlap ping_pong window cap h64": (
+        [500, 33], [900, 300],
+        {"heads": (4, 2, 64), "window": 100, "cap": 20.0, "tuning": {"overlap": True}},
+    ),
+    "prefill overlap g1 h256 b128": (
+        [500, 3], [500, 300], {"heads": (4, 4, 256), "page": 128, "tuning": {"overlap": True}},
+    ),
+    "prefill one query buffer": ([1, 300, 700], [40, 470, 700], {"tuning": {"query_buffers": 1}}),
+    "prefill three warpgroups": (
+        [1, 300, 29, 700], [40, 470, 29, 700],
+        {"tuning": dict(
+            block_tokens=64, num_stages=4, compute_warpgroups=3, query_buffers=1, ping_pong=False,
+            overlap=True, compute_registers=160, load_registers=32,
+        )},
+    ),
     "prefill beyond 2^32 elements": ([600, 100], [700, 1000], {"far": True}),
 }  # fmt: skip
 
@@ -56,7 +76,7 @@ CHECKS: dict[str, tuple[list[int] | None, list[int], dict[str, Any]]] = {
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     """Name -> check or timing."""
     checks = {name: functools.partial(check, *case) for name, case in CHECKS.items()}
-    return checks | decode_timings() | prefill_timings()
+    return checks | prefill_timings()
 
 
 def check(num_queries: list[int] | None, seq_lens: list[int], fields: dict[str, Any]):
@@ -89,9 +109,8 @@ def check(num_queries: list[int] | None, seq_lens: list[int], fields: dict[str, 
     if num_queries is None:
         out = decode_attention(q, *cache, lens, split_tokens=fields.get("split_tokens"), **options)
     else:
-        first = jnp.array([fields.get("first", 0)], jnp.int32)
-        out = prefill_attention(q, *cache, lens, jnp.asarray(starts, jnp.int32), first, **options)
-    out = np.asarray(out.astype(jnp.float32))
+        out = prefill_checked(q, cache, lens, starts, fields, options)
+    out = np.array(out.astype(jnp.float32))
     asked = [
         (token, row, seq_lens[row] - (starts[row + 1] - token) + 1)
         for row in range(fields.get("first", 0), len(seq_lens))
@@ -113,6 +132,22 @@ def check(num_queries: list[int] | None, seq_lens: list[int], fields: dict[str, 
         "is_finite": is_finite,
         "others_are_zero": not rest.any(),
     }
+
+
+def prefill_checked(q, cache, lens, starts, fields: dict[str, Any], options) -> jax.Array:
+    """Prefill attention; NaN where the results of the decode rows did not pass through it."""
+    first, decoded = fields.get("first", 0), None
+    if "decoded" in fields:
+        decoded = random_array(4, (fields["decoded"], *q.shape[1:]), q.dtype.name)
+    tuning = prefill_tuning(gpu_kind(), q.shape[2], q.dtype)
+    out = prefill_attention(
+        q, *cache, lens, jnp.asarray(starts, jnp.int32), jnp.array([first], jnp.int32), decoded,
+        tuning=replace(tuning, **fields.get("tuning", {})), **options,
+    )  # fmt: skip
+    if decoded is None:
+        return out
+    is_same = (out[: starts[first]] == decoded[: starts[first]]).all()
+    return out.at[: starts[first]].set(jnp.where(is_same, 0, jnp.nan))
 
 
 def move_far(keys: jax.Array, values: jax.Array, table: np.ndarray):
@@ -162,76 +197,83 @@ def timed_cache(num_rows: int, context: int) -> tuple[jax.Array, jax.Array, jax.
     return fill(1), fill(2), jnp.asarray(table, jnp.int32)
 
 
-def decode_timings() -> dict[str, Any]:
-    tunings = {
-        "heads_together": DecodeTuningConfig(block_tokens=64, num_stages=4, heads_together=True),
-        "block 128 stages 2": DecodeTuningConfig(block_tokens=128, num_stages=2),
-        "stages 5": DecodeTuningConfig(block_tokens=64, num_stages=5),
-    }
-    cases = {
-        f"time decode batch {batch} context {context}": functools.partial(
-            time_decode, batch, context
-        )
-        for batch in (8, 64, 256)
-        for context in (1024, 4096)
-    }
-    for name, tuning in tunings.items():
-        for batch in (8, 64, 256):
-            cases[f"time decode batch {batch} context 1024 {name}"] = functools.partial(
-                time_decode, batch, 1024, tuning
-            )
-    return cases
-
-
-def time_decode(batch: int, context: int, tuning: DecodeTuningConfig | None = None):
-    keys, values, table = timed_cache(batch, context)
-    q = random_array(3, (batch, 32, 128), "bfloat16")
-
-    def call(q, layer, keys, values, table, lens):
-        return decode_attention(q, keys, values, layer, table, lens, scale=128**-0.5, tuning=tuning)
-
-    lens = jnp.full(batch, context, jnp.int32)
-    calls = 200 if batch * context < 2**18 else 40
-    seconds = seconds_a_call(call, q, keys, values, table, lens, calls=calls, layers=LAYERS)
-    bytes_read = batch * context * 8 * 128 * 2 * 2
-    return {
-        "microseconds": round(seconds * 1e6, 2),
-        "gigabytes_per_second": round(bytes_read / seconds / 1e9),
-        "share_of_copy_ceiling": round(bytes_read / seconds / COPY_BYTES_PER_SECOND, 3),
-    }
+PREFILL_TUNINGS: dict[str, dict[str, Any]] = {
+    "plain": {"ping_pong": False},
+    "overlap": {"ping_pong": False, "overlap": True},
+    "overlap ping_pong": {"overlap": True},
+    "one query buffer": {"query_buffers": 1},
+    "block 64 stages 4": {"block_tokens": 64, "num_stages": 4},
+    "three warpgroups": dict(
+        block_tokens=64, num_stages=4, compute_warpgroups=3, query_buffers=1, ping_pong=False,
+        overlap=True, compute_registers=160, load_registers=32,
+    ),
+}  # fmt: skip
 
 
 def prefill_timings() -> dict[str, Any]:
-    return {
-        "time prefill 2048": functools.partial(time_prefill, 2048, 0),
-        "time prefill 8192": functools.partial(time_prefill, 8192, 0),
-        "time prefill 2048 on 6144": functools.partial(time_prefill, 2048, 6144),
-        "time prefill 8192 on 24576": functools.partial(time_prefill, 8192, 24576),
-        "time prefill 8192 block 64 stages 4": functools.partial(
-            time_prefill, 8192, 0, PrefillTuningConfig(block_tokens=64, num_stages=4)
-        ),
-        "time prefill 8192 block 128 one warpgroup": functools.partial(
-            time_prefill,
-            8192,
-            0,
-            PrefillTuningConfig(block_tokens=128, num_stages=2, compute_warpgroups=1),
-        ),
+    batches = {
+        "2048": (1, 2048, 0),
+        "8192": (1, 8192, 0),
+        "2048 on 6144": (1, 2048, 6144),
+        "8192 on 24576": (1, 8192, 24576),
+        "8x1024": (8, 1024, 0),
+        "16x512": (16, 512, 0),
+        "64x128": (64, 128, 0),
+    }
+    cases = {}
+    for name, batch in batches.items():
+        cases[f"time prefill {name}"] = functools.partial(time_prefill, *batch)
+        if batch[0] > 1:
+            cases[f"time prefill {name} n16"] = functools.partial(
+                time_prefill, *batch, num_heads=16
+            )
+    for tuning, changes in PREFILL_TUNINGS.items():
+        for name in ("8192", "16x512"):
+            cases[f"time prefill {name} {tuning}"] = functools.partial(
+                time_prefill, *batches[name], changes=changes
+            )
+    return cases | {
+        "time prefill 16x512 tiles by layer": functools.partial(
+            time_prefill, *batches["16x512"], is_planned_once=False
+        )
     }
 
 
-def time_prefill(num_tokens: int, prefix: int, tuning: PrefillTuningConfig | None = None):
-    keys, values, table = timed_cache(1, prefix + num_tokens)
-    q = random_array(3, (num_tokens, 32, 128), "bfloat16")
+def time_prefill(
+    num_rows: int,
+    num_tokens: int,
+    prefix: int,
+    *,
+    num_heads: int = 32,
+    changes: dict[str, Any] | None = None,
+    is_planned_once: bool = True,
+) -> dict[str, Any]:
+    """Time rows of `num_tokens` queries each; its tiles are planned before the layers."""
+    keys, values, table = timed_cache(num_rows, prefix + num_tokens)
+    q = random_array(3, (num_rows * num_tokens, num_heads, 128), "bfloat16")
+    tuning = replace(prefill_tuning(gpu_kind(), 128, q.dtype), **(changes or {}))
+    lens = jnp.full(num_rows, prefix + num_tokens, jnp.int32)
+    starts = jnp.arange(num_rows + 1, dtype=jnp.int32) * num_tokens
+    first = jnp.zeros(1, jnp.int32)
+    tiles = prefill_tiles(
+        starts, first, lens, num_tokens=q.shape[0], head_dim=128, dtype=q.dtype, tuning=tuning
+    )
 
-    def call(q, layer, keys, values, table, lens, starts, first):
+    def call(q, layer, keys, values, table, lens, starts, first, *tiles):
         return prefill_attention(
-            q, keys, values, layer, table, lens, starts, first, scale=128**-0.5, tuning=tuning
-        )
+            q, keys, values, layer, table, lens, starts, first, None,
+            PrefillTiles(*tiles) if tiles else None, scale=128**-0.5, tuning=tuning,
+        )  # fmt: skip
 
-    numbers = [jnp.array(x, jnp.int32) for x in ([prefix + num_tokens], [0, num_tokens], [0])]
-    seconds = seconds_a_call(call, q, keys, values, table, *numbers, calls=10, layers=LAYERS)
-    pairs = num_tokens * prefix + num_tokens * (num_tokens + 1) // 2
+    others = (keys, values, table, lens, starts, first, *(tiles if is_planned_once else ()))
+    pairs = num_rows * (num_tokens * prefix + num_tokens * (num_tokens + 1) // 2)
+    flops = 4 * num_heads * 128 * pairs
+    calls = 10 if flops > 2e11 else 60
+    seconds = seconds_a_call(call, q, *others, calls=calls, layers=LAYERS)
+    moved_bytes = 2 * q.nbytes + 2 * num_rows * (prefix + num_tokens) * 8 * 128 * 2
+    floor = max(flops / FLOPS_PER_SECOND, moved_bytes / COPY_BYTES_PER_SECOND)
     return {
-        "milliseconds": round(seconds * 1e3, 3),
-        "teraflops_per_second": round(4 * 32 * 128 * pairs / seconds / 1e12, 1),
+        "microseconds": round(seconds * 1e6, 1),
+        "teraflops_per_second": round(flops / seconds / 1e12, 1),
+        "share_of_limit": round(floor / seconds, 3),
     }

@@ -1,5 +1,7 @@
 """The Mosaic GPU decode kernel: interpreted, lowered for CUDA, and (mark gpu) run."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.tuning import DecodeTuningConfig
+from pallas_kernels.decode_plan import plan_decode
+from pallas_kernels.tuning import DecodeTuningConfig, decode_tuning
 from tests.pallas_kernels.paged_cases import assert_matches_reference, decode_case, make_inputs
 
 INTERPRETED = [
@@ -45,16 +48,42 @@ def test_interpreted_kernel_matches_the_reference(case):
     assert_matches_reference(got, case, inputs)
 
 
-SHORT_SPLITS = DecodeTuningConfig(block_tokens=64, num_stages=2, min_split_tokens=64)
+CUT = DecodeTuningConfig(
+    block_tokens=64, num_stages=1, num_workers=2, num_processors=3, min_split_tokens=64
+)
 
 
 @WITH_NAN
-@pytest.mark.parametrize("cut", [{"split_tokens": 64}, {"tuning": SHORT_SPLITS}])
-def test_interpreted_splits_sum_to_the_same(cut):
-    case = decode_case(170, 0, 60, heads=(2, 1, 64), window=120)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (decode_case(170, 0, 60, 330, heads=(2, 1, 64)), {}),
+        (decode_case(170, 0, 60, heads=(2, 1, 64), window=120), {"split_tokens": 64}),
+    ],
+)
+def test_interpreted_pieces_of_a_row_sum_to_the_same(case, options):
     inputs = make_inputs(case)
-    got = decode_attention(*inputs[:6], interpret=plgpu.InterpretGPUParams(), **cut, **case.options)
+    plan = plan_decode(
+        inputs.seq_lens,
+        num_kv_heads=1,
+        head_dim=64,
+        dtype="bfloat16",
+        max_tokens=inputs.page_table.shape[1] * 16,
+        sliding_window=case.window,
+        tuning=CUT,
+        **options,
+    )
+    assert (np.asarray(plan.segments)[:, 5] > 1).any()
+    interpret = plgpu.InterpretGPUParams()
+    options = {**options, **case.options}
+    got = decode_attention(*inputs[:6], interpret=interpret, tuning=CUT, plan=plan, **options)
     assert_matches_reference(got, case, inputs)
+
+
+def make_plan(seq_lens, num_kv_heads):
+    return plan_decode(
+        seq_lens, num_kv_heads=num_kv_heads, head_dim=128, dtype="bfloat16", max_tokens=4096
+    )
 
 
 def _lower(heads, page_size, num_rows=8, **options):
@@ -72,15 +101,36 @@ def test_kernel_lowers_for_cuda(heads, page_size, options):
     assert "mosaic_gpu" in _lower(heads, page_size, **options).as_text()
 
 
-def test_few_rows_are_split_until_the_gpu_is_full():
-    # 8 rows of 8 KV heads leave room for two splits on 132 processors; 64 rows fill them.
-    assert "tensor<8x2x32x128xf32>" in _lower((32, 8, 128), 16, num_rows=8).as_text()
-    assert "x32x128xf32>" not in _lower((32, 8, 128), 16, num_rows=64).as_text()
-
-
-def test_a_tuning_config_with_heads_together_lowers():
-    tuning = DecodeTuningConfig(block_tokens=128, num_stages=2, heads_together=True)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_tokens": 128, "num_stages": 1},
+        {"num_workers": 4, "num_stages": 1},
+        {"programs_per_processor": 2, "num_workers": 2},
+        {"num_workers": 1, "dependent_launch": True},
+    ],
+)
+def test_tuning_configs_lower(changes):
+    tuning = dataclasses.replace(decode_tuning(None, 128, "bfloat16"), **changes)
     assert "mosaic_gpu" in _lower((32, 8, 128), 16, tuning=tuning).as_text()
+
+
+def test_it_is_one_launch_and_xla_adds_nothing_after_it():
+    plan = make_plan(jnp.ones(8, jnp.int32), num_kv_heads=8)
+    text = _lower((16, 8, 128), 16, plan=plan).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    after = text[text.index("custom_call @mosaic_gpu") :].splitlines()[1:]
+    assert not [line for line in after if "stablehlo." in line]
+
+
+@pytest.mark.parametrize(
+    ("made_for", "options"),
+    [({"num_kv_heads": 4}, {}), ({"num_kv_heads": 8}, {"sliding_window": 100})],
+)
+def test_a_plan_for_something_else_is_refused(made_for, options):
+    plan = make_plan(jnp.ones(8, jnp.int32), **made_for)
+    with pytest.raises(ValueError, match="plan must be made for this call's rows"):
+        _lower((16, 8, 128), 16, plan=plan, **options)
 
 
 @pytest.mark.parametrize(

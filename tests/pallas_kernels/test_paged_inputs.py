@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_inputs import check_paged_inputs, max_query_tiles, plan_query_tiles
+from pallas_kernels.paged_inputs import (
+    check_paged_inputs,
+    max_query_tiles,
+    plan_prefill_tiles,
+    plan_query_tiles,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,6 +58,26 @@ def test_the_worst_batch_fits_into_the_bound(tile_tokens, alignment):
     )
     assert int(tiles.num_tiles) >= 31 + 4
     assert int(tiles.num_tiles) <= max_query_tiles(512, 32, tile_tokens, alignment)
+
+
+def test_the_tiles_of_prefill_begin_with_those_that_see_most_keys():
+    starts = jnp.array([0, 2, 130, 130, 150], jnp.int32)
+    tiles, counts = plan_prefill_tiles(
+        starts,
+        jnp.array([1], jnp.int32),
+        jnp.array([900, 200, 0, 1000], jnp.int32),
+        num_tokens=160,
+        tile_tokens=64,
+        alignment=8,
+    )
+    assert counts.tolist() == [4, 2, 150]
+    # Row, token of place 0, first and end of its tokens, position of place 0.
+    assert tiles[:4].tolist() == [
+        [3, 128, 130, 150, 978],
+        [1, 128, 128, 130, 198],
+        [1, 64, 64, 128, 134],
+        [1, 0, 2, 64, 70],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,38 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.tuning import prefill_tuning
-from tests.pallas_kernels.paged_cases import PagedCase, assert_matches_reference, make_inputs
+from pallas_kernels.paged_inputs import PrefillTiles
+from pallas_kernels.platform import gpu_kind
+from pallas_kernels.prefill_attention import prefill_attention, prefill_tiles
+from pallas_kernels.tuning import PrefillTuningConfig, prefill_tuning
+from tests.pallas_kernels.paged_cases import (
+    PagedCase,
+    PagedInputs,
+    assert_matches_reference,
+    make_inputs,
+)
 
 INTERPRETED = [
-    PagedCase((1, 100, 29), (40, 170, 29), heads=(2, 1, 128), padding=6, first_row=1),
-    PagedCase((70, 0, 3), (270, 0, 3), heads=(3, 1, 64), page_size=64, window=40, cap=5.0),
-    PagedCase((70, 9), (70, 139), heads=(2, 2, 256), page_size=128, dtype="float16"),
+    (PagedCase((1, 100, 29), (40, 170, 29), heads=(2, 1, 128), padding=6, first_row=1), {}),
+    (
+        PagedCase((70, 0, 3), (270, 0, 3), heads=(3, 1, 64), page_size=64, window=40, cap=5.0),
+        {"overlap": True},
+    ),
+    (
+        PagedCase((70, 9), (70, 139), heads=(2, 2, 256), page_size=128, dtype="float16"),
+        {"overlap": True},
+    ),
+]
+# Other schedules, for one warpgroup, two and three.
+SCHEDULES = [
+    {"ping_pong": False, "compute_warpgroups": 1, "query_buffers": 1},
+    {
+        "ping_pong": False,
+        "compute_warpgroups": 3,
+        "compute_registers": 160,
+        "load_registers": 32,
+    },
+    {"overlap": True, "query_buffers": 1},
 ]
 # (N, K, H), page size, options
 LOWERED = [
@@ -36,30 +60,65 @@ ON_GPU = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@pytest.mark.parametrize("case", INTERPRETED)
-def test_interpreted_kernel_matches_the_reference(case):
-    inputs = make_inputs(case)
+WITH_NAN = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+
+def tuning_of(case: PagedCase, **changes) -> PrefillTuningConfig:
+    """Of a kernel whose programs have several tiles each."""
     tuning = prefill_tuning(None, case.heads[2], case.dtype)
-    got = prefill_attention(
+    return dataclasses.replace(tuning, num_programs=2, **changes)
+
+
+def interpret(case: PagedCase, inputs: PagedInputs, tuning: PrefillTuningConfig, *more):
+    return prefill_attention(
         *inputs,
         jnp.array([case.first_row]),
+        *more,
         interpret=plgpu.InterpretGPUParams(),
-        tuning=dataclasses.replace(tuning, num_programs=2),  # several tiles a program
+        tuning=tuning,
         **case.options,
     )
+
+
+@WITH_NAN
+@pytest.mark.parametrize(("case", "changes"), INTERPRETED)
+def test_interpreted_kernel_matches_the_reference(case, changes):
+    inputs = make_inputs(case)
+    got = interpret(case, inputs, tuning_of(case, **changes))
     assert_matches_reference(got, case, inputs)
 
 
+@WITH_NAN
+@pytest.mark.parametrize("changes", SCHEDULES)
+def test_every_schedule_matches_and_results_of_decode_rows_pass_through(changes):
+    case = PagedCase((1, 66, 1), (4, 66, 5), padding=3, heads=(2, 1, 64), first_row=1)
+    inputs, tuning = make_inputs(case), tuning_of(case, block_tokens=64, num_stages=2, **changes)
+    decoded = jnp.full((3, 2, 64), 7, jnp.bfloat16)
+    first_row = jnp.array([case.first_row])
+    tiles = prefill_tiles(
+        inputs.query_start_loc,
+        first_row,
+        inputs.seq_lens,
+        num_tokens=inputs.q.shape[0],
+        head_dim=64,
+        dtype=inputs.q.dtype,
+        tuning=tuning,
+    )
+    got = interpret(case, inputs, tuning, decoded, tiles)
+    assert (got[0] == 7).all()
+    assert_matches_reference(got.at[0].set(0), case, inputs)
+
+
 @pytest.mark.parametrize(("heads", "page_size", "options"), LOWERED)
-@pytest.mark.parametrize("num_tokens", [12, 512])
-def test_kernel_lowers_for_cuda(heads, page_size, options, num_tokens):
+@pytest.mark.parametrize(("num_tokens", "overlap"), [(12, False), (512, True)])
+def test_kernel_lowers_for_cuda(heads, page_size, options, num_tokens, overlap):
     num_heads, num_kv_heads, head_dim = heads
+    tuning = dataclasses.replace(prefill_tuning(None, head_dim, "bfloat16"), overlap=overlap)
     q = jnp.zeros((num_tokens, num_heads, head_dim), jnp.bfloat16)
     pages = jnp.zeros((1, 4, page_size, num_kv_heads, head_dim), jnp.bfloat16)
     ints = [jnp.zeros(n, jnp.int32) for n in (1, (4, 4096 // page_size), 4, 5, 1)]
-    run = jax.jit(lambda *args: prefill_attention(*args, scale=0.1, **options))
-    lowered = run.trace(q, pages, pages, *ints).lower(lowering_platforms=("cuda",))
+    run = jax.jit(lambda *args: prefill_attention(*args, scale=0.1, tuning=tuning, **options))
+    lowered = run.trace(q, pages, pages, *ints, q[:4]).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
@@ -69,9 +128,34 @@ def test_float32_pages_are_refused():
         prefill_attention(*make_inputs(case), jnp.array([0]), **case.options)
 
 
+def test_other_arguments_that_do_not_fit_are_refused():
+    case = PagedCase((20,), (20,))
+    inputs, first_row = make_inputs(case), jnp.array([0])
+    with pytest.raises(ValueError, match="scale must be positive; got -1"):
+        prefill_attention(*inputs, first_row, scale=-1.0)
+    with pytest.raises(ValueError, match=r"decoded must be \[D, 4, 64\] bfloat16; got .*float32"):
+        prefill_attention(*inputs, first_row, jnp.zeros((2, 4, 64)), scale=1.0)
+    tiles = PrefillTiles(jnp.zeros((9, 5), jnp.int32), jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"tiles must be made for q: \(1, 5\); got .*\(9, 5\)"):
+        prefill_attention(*inputs, first_row, None, tiles, scale=1.0)
+
+
+def test_turns_without_two_warpgroups_are_refused():
+    with pytest.raises(ValueError, match="must be 2 with ping_pong; got compute_warpgroups=1"):
+        PrefillTuningConfig(block_tokens=64, num_stages=2, ping_pong=True, compute_warpgroups=1)
+
+
+def test_more_registers_than_a_multiprocessor_has_are_refused():
+    with pytest.raises(ValueError, match="3 warpgroups must be at most 504 together; got 512"):
+        PrefillTuningConfig(block_tokens=64, num_stages=2, compute_registers=240, load_registers=32)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("case", ON_GPU)
-def test_kernel_on_a_gpu_matches_the_reference(case):
+def test_kernel_on_a_gpu_matches_the_reference(case, overlap):
     inputs = make_inputs(case)
-    got = prefill_attention(*inputs, jnp.array([case.first_row]), **case.options)
+    tuning = prefill_tuning(gpu_kind(), case.heads[2], case.dtype)
+    tuning = dataclasses.replace(tuning, overlap=overlap)
+    got = prefill_attention(*inputs, jnp.array([case.first_row]), tuning=tuning, **case.options)
     assert_matches_reference(got, case, inputs)
