@@ -123,7 +123,7 @@ def check_kernel(backend: Any, kernel: str, case: str, num_devices: int) -> dict
     import jax
     import numpy as np
 
-    from models.attention_kernels import HEADS, PAGES, WHOLE, attention_kernels
+    from models.kernels import HEADS, PAGES, WHOLE, model_kernels
     from models.sharding import make_mesh
 
     heads, options = KERNEL_CASES[case]
@@ -141,7 +141,7 @@ def check_kernel(backend: Any, kernel: str, case: str, num_devices: int) -> dict
     platform = jax.default_backend()
 
     def run(on: Any, inputs: list[Any]) -> Any:
-        function = getattr(attention_kernels(backend, platform, on), kernel)
+        function = getattr(model_kernels(backend, platform, on), kernel)
         return jax.jit(lambda *inputs: function(*inputs, **options))(*inputs)
 
     together, alone = run(mesh, split), run(None, arrays)

@@ -1,70 +1,140 @@
-"""Profile decode steps of the engine and print the device's kernels: count and microseconds.
+"""Profile steps of the engine: the device's kernels, their count and microseconds a step.
 
-    python benchmarks/profile_step.py MODEL_FOLDER ROWS CONTEXT [ENGINE_ARGUMENT=VALUE ...]
+    python benchmarks/profile_step.py MODEL PHASE ROWS TOKENS [FLAG=VALUE ...]
 
-Random weights; the steps are those of `LLM.generate` with all rows at the given context.
+PHASE `decode` traces steady decode steps of ROWS rows at a context of TOKENS; `prompt` traces the
+steps that compute ROWS prompts of TOKENS each. Random weights. A FLAG is an engine argument
+(`num_layers=4` cuts the model short; `timeline=1` prints every kernel of the last step, too).
 """
 
 import collections
-import glob
 import json
+import random
 import re
+import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.sampling_params import RequestOutputKind
 
-NUM_STEPS = 20
+NUM_STEPS = 16
+WARM_UP_STEPS = 8
 
 
-def collect_kernels(folder: str) -> dict[str, list[float]]:
-    """Kernel name without numbers -> durations in microseconds, of the GPU's streams."""
-    paths = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-    kernels = collections.defaultdict(list)
-    for plane in jax.profiler.ProfileData.from_file(paths[0]).planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                kernels[re.sub(r"[._]?\d+", "", event.name)].append(event.duration_ns / 1e3)
-    return kernels
+def trace_kernels(run) -> list[tuple[float, float, str]]:
+    """(start, duration, name) of all device events while `run` runs, in microseconds, by start."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = Path(folder).glob("**/*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        return sorted(
+            (event.start_ns / 1e3, event.duration_ns / 1e3, event.name)
+            for plane in planes
+            if "GPU" in plane.name
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        )
+
+
+def build(model: str, rows: int, flags: dict[str, Any]) -> LLM:
+    """An LLM with few programs."""
+    num_layers = flags.pop("num_layers", None)
+    settings = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "max_num_seqs": rows,
+        "row_buckets": [rows],
+        "token_buckets": [8192],
+        "max_num_batched_tokens": 8192,
+    }
+    if num_layers is not None:
+        settings["hf_overrides"] = {"num_hidden_layers": num_layers}
+    return LLM(model, **settings | flags)
+
+
+def add_requests(llm: LLM, rows: int, tokens: int, max_tokens: int) -> None:
+    """Queue random prompts."""
+    draw = random.Random(0).randrange
+    prompts = [
+        {"prompt_token_ids": [draw(1000, 30000) for _ in range(tokens)]} for _ in range(rows)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    for request, _ in llm.request_maker.of_prompts(prompts, params, RequestOutputKind.FINAL_ONLY):
+        llm.engine.add(request)
+
+
+def run_to_end(llm: LLM) -> None:
+    """Step until nothing is left."""
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+
+
+def profile_decode(llm: LLM, rows: int, tokens: int) -> tuple[list, int, float]:
+    """Events of NUM_STEPS steady steps, their number, and milliseconds a step without a trace."""
+    num_prompt_steps = -(-rows * tokens // 8192) + rows // 32 + 2
+    add_requests(llm, rows, tokens, max_tokens=num_prompt_steps + 2 * NUM_STEPS + WARM_UP_STEPS)
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            llm.engine.step()
+
+    step(num_prompt_steps + WARM_UP_STEPS)
+    start = time.perf_counter()
+    step(NUM_STEPS)
+    milliseconds = (time.perf_counter() - start) / NUM_STEPS * 1e3
+    events = trace_kernels(lambda: step(NUM_STEPS))
+    run_to_end(llm)
+    return events, NUM_STEPS, milliseconds
+
+
+def profile_prompts(llm: LLM, rows: int, tokens: int) -> tuple[list, int, float]:
+    """Events of all steps of the prompts, their number, and milliseconds a step."""
+    add_requests(llm, rows, tokens, max_tokens=1)
+    run_to_end(llm)  # warms up
+    add_requests(llm, rows, tokens, max_tokens=1)
+    before, start = llm.engine.times.num_steps, time.perf_counter()
+    run_to_end(llm)
+    milliseconds = (time.perf_counter() - start) * 1e3
+    num_steps = llm.engine.times.num_steps - before
+    add_requests(llm, rows, tokens, max_tokens=1)
+    return trace_kernels(lambda: run_to_end(llm)), num_steps, milliseconds / num_steps
 
 
 def main() -> None:
     """Run, trace, and print a table."""
-    folder, rows, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    settings = {k: json.loads(v) for k, v in (word.split("=", 1) for word in sys.argv[4:])}
-    llm = LLM(
-        folder,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=max(4096, context + 512),
-        max_num_seqs=rows,
-        row_buckets=[rows],
-        token_buckets=[8192],
-        max_num_batched_tokens=8192,
-        **settings,
+    model, phase, rows, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    flags = {k: json.loads(v) for k, v in (word.split("=", 1) for word in sys.argv[5:])}
+    with_timeline = flags.pop("timeline", 0)
+    llm = build(model, rows, flags)
+    profile = {"decode": profile_decode, "prompt": profile_prompts}[phase]
+    events, num_steps, milliseconds = profile(llm, rows, tokens)
+    kernels = collections.defaultdict(list)
+    for _, duration, name in events:
+        kernels[re.sub(r"_\d+$", "", name)].append(duration)
+    total = sum(duration for _, duration, _ in events) / num_steps
+    print(
+        f"{phase} {rows} x {tokens}: {milliseconds:.3f} ms a step; in the trace of {num_steps} "
+        f"steps {total:.0f} us of {len(events) / num_steps:.0f} kernels a step"
     )
-    prompts = [{"prompt_token_ids": [1000 + i] * context} for i in range(rows)]
-    params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True, detokenize=False)
-    llm.generate(prompts, params, use_tqdm=False)
-    with tempfile.TemporaryDirectory() as trace:
-        with jax.profiler.trace(trace):
-            llm.generate(prompts, params, use_tqdm=False)
-        kernels = collect_kernels(trace)
-    ordered = sorted(kernels.items(), key=lambda item: -sum(item[1]))
-    print(f"{rows} rows, context {context}, {NUM_STEPS - 1} decode steps and the prefill")
-    for name, durations in ordered[:40]:
-        durations.sort()
-        median = durations[len(durations) // 2]
-        print(f"{sum(durations):10.0f} us {len(durations):6} x {median:8.1f} us  {name[:90]}")
+    for name, durations in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:30]:
+        each = sum(durations) / num_steps
+        count, median = len(durations) / num_steps, statistics.median(durations)
+        print(f"{each:10.1f} us {count:6.1f} x {median:8.1f} us  {name[:90]}")
+    if with_timeline:
+        for _, duration, name in events[-(len(events) // num_steps) :]:
+            print(f"    {duration:8.1f} us  {name[:90]}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from jaxserve.errors import EngineConfigError, describe_value
 from jaxserve.loading_config import LOAD_FORMATS, LoadingConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
-BACKENDS = ("mosaic", "xla")
+BACKENDS = ("mosaic", "triton", "xla")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

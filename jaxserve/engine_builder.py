@@ -24,6 +24,7 @@ from jaxserve.execution.limits import Limits
 from jaxserve.execution.memory_plan import MemoryBill
 from jaxserve.execution.model_runner import ModelRunner
 from jaxserve.execution.model_setup import ModelSetup
+from jaxserve.execution.program_store import ProgramStore, open_program_store
 from jaxserve.processing.model_files import open_configured_model
 from jaxserve.scheduling.scheduler import Scheduler
 from models.config import ModelConfig
@@ -101,7 +102,8 @@ class _EngineBuilder:
         check_memory_pool(setup.sharder.mesh.local_devices)
         leaves = self._timed("load", lambda: self._load(setup, source, str(path)))
         plan = self._timed("plan", lambda: plan_engine(setup, cache_dir))
-        engine = self._timed("compile", lambda: self._compile(setup, plan, leaves))
+        store = open_program_store(setup, cache_dir)
+        engine = self._timed("compile", lambda: self._compile(setup, plan, leaves, store))
         logger.info("%s", plan.bill)
         return BuiltEngine(
             engine=engine,
@@ -131,11 +133,18 @@ class _EngineBuilder:
             leaves = store.leaves()
         return jax.block_until_ready(leaves)
 
-    def _compile(self, setup: ModelSetup, plan: EnginePlan, leaves: list[jax.Array]) -> Engine:
+    def _compile(
+        self,
+        setup: ModelSetup,
+        plan: EnginePlan,
+        leaves: list[jax.Array],
+        store: ProgramStore | None,
+    ) -> Engine:
         batch_builder, programs = make_programs(setup, plan.limits, plan.buckets, plan.num_pages)
         programs.compile_all(
             num_threads=min(MAX_COMPILE_THREADS, os.cpu_count() or 1),
             progress=lambda done, total: self.progress("compile", done, total),
+            store=store,
         )
         runner = ModelRunner(
             leaves,

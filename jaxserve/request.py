@@ -75,6 +75,8 @@ class Sequence:
         before the group's window. vLLM calls it the block table.
       num_freed_pages: for each cache group, how many pages, the first ones, were given back so.
       scheduled_seconds: when the sequence first got a slot, on the scheduler's clock.
+      sample_mode: the `SampleMode` of all its rows that sample; None before the first of them, and
+        always where it depends on the row (`min_tokens`). Set by the batch builder.
     """
 
     request: Request
@@ -96,6 +98,7 @@ class Sequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    sample_mode: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -43,7 +43,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_tokens: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities at one sampled position.
 
     Attributes:
@@ -76,8 +76,11 @@ class StepResult:
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] | None = None
 
 
-class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """News of one sequence after a step; the only thing that leaves the engine upwards.
+
+    Made for each row and step, so the garbage collector does not follow it: no cycle goes through
+    its values, and it would run a full collection every few hundred steps.
 
     Attributes:
       scheduled_seconds: when the sequence was first scheduled, on the engine's monotonic clock;

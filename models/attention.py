@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention_kernels import AttentionKernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
+from models.kernels import ModelKernels
 from models.kv_cache import CacheGroup, KVCache
+from models.layer_slice import LayerSlice
 from models.layers import DenseFormat, Linear, RMSNorm
-from models.rotary import rotate
 
 
 class Attention(nnx.Module):
@@ -22,13 +22,14 @@ class Attention(nnx.Module):
         config: ModelConfig,
         *,
         dtype: str,
-        kernels: AttentionKernels,
+        kernels: ModelKernels,
         cache_group: int,
         qk_norm_class: type[RMSNorm] | None = None,
     ):
         D, H = config.hidden_size, config.head_dim
         K, G = config.num_key_value_heads, config.num_query_heads_per_kv_head
-        weight_format = DenseFormat(dtype)
+        weight_format = DenseFormat(dtype, kernels)
+        self.heads, self.head_dim = (K, G), H
         self.kernels, self.cache_group = kernels, cache_group
         self.scale, self.soft_cap = config.attention_scale, config.attn_logit_softcapping
         self.qkv_proj = Linear(
@@ -47,7 +48,9 @@ class Attention(nnx.Module):
         )
         self.q_norm, self.k_norm = (
             qk_norm_class
-            and qk_norm_class(H, eps=config.rms_norm_eps, dtype=dtype, axis="head_dim")
+            and qk_norm_class(
+                H, eps=config.rms_norm_eps, dtype=dtype, kernels=kernels, axis="head_dim"
+            )
             for _ in "qk"
         )
 
@@ -66,51 +69,50 @@ class Attention(nnx.Module):
           batch: of this pass.
           cache: all groups.
           layer: int32[1], index of this layer within its cache group.
-          angles: cosine and sine of the positions, float32[T, 1, rotary_dim / 2].
+          angles: cosine and sine of the positions, float32[T, rotary_dim / 2].
 
         Returns:
-          [T, D], and the cache with this step's keys and values.
+          A sum of [T, D], and the cache with this step's keys and values.
         """
-        q, k, v = self._project(x, angles)
-        group = self._write(cache.groups[self.cache_group], layer, batch, k, v)
+        q, group = self._write(
+            self.qkv_proj.multiply(x), cache.groups[self.cache_group], layer, batch, angles
+        )
         out = self._attend(q, group, layer, batch)
-        T, _, H = q.shape
-        K = k.shape[1]
-        out = self.o_proj(out[..., :H].reshape(T, K, -1, H))
+        out = self.o_proj(out[..., : self.head_dim].reshape(x.shape[0], *self.heads, self.head_dim))
         return out, cache.with_group(self.cache_group, group)
 
-    def _project(
-        self, x: jax.Array, angles: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        qkv = self.qkv_proj(x)  # [T, K, G + 2, H]
-        T, _, _, H = qkv.shape
-        q, k, v = qkv[:, :, :-2].reshape(T, -1, H), qkv[:, :, -2], qkv[:, :, -1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, *angles), rotate(k, *angles), v
-
     def _write(
-        self, group: CacheGroup, layer: jax.Array, batch: ForwardBatch, k: jax.Array, v: jax.Array
-    ) -> CacheGroup:
-        """[T, K, H] keys and values, padded to the stored head dim, into their slots."""
-        slots = batch.slot_mapping[self.cache_group]
-        missing = group.geometry.stored_head_dim - k.shape[-1]
-        k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (k, v))
-        return replace(
-            group,
-            k_pages=self.kernels.write(group.k_pages, layer, slots, k),
-            v_pages=self.kernels.write(group.v_pages, layer, slots, v),
+        self,
+        qkv: jax.Array,
+        group: CacheGroup,
+        layer: jax.Array,
+        batch: ForwardBatch,
+        angles: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, CacheGroup]:
+        """A sum of [T, K, G + 2, H] to queries [T, N, stored_head_dim], and the cache with k, v."""
+        norm, bias = self.q_norm, self.qkv_proj.bias
+        q, k_pages, v_pages = self.kernels.rotary_write(
+            qkv,
+            group.k_pages,
+            group.v_pages,
+            layer,
+            batch.slot_mapping[self.cache_group],
+            *angles,
+            None if bias is None else LayerSlice.of(bias.get_value()),
+            None if self.q_norm is None else self.q_norm.gains(),
+            None if self.k_norm is None else self.k_norm.gains(),
+            eps=0.0 if norm is None else norm.eps,
+            gain_offset=0.0 if norm is None else norm.gain_offset,
         )
+        return q, replace(group, k_pages=k_pages, v_pages=v_pages)
 
     def _attend(
         self, q: jax.Array, group: CacheGroup, layer: jax.Array, batch: ForwardBatch
     ) -> jax.Array:
-        """[T, N, H] -> [T, N, stored_head_dim]: decode rows by one kernel, chunks by the other."""
-        geometry = group.geometry
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, geometry.stored_head_dim - q.shape[-1])))
+        """[T, N, stored_head_dim], the same: decode rows by one kernel, chunks by the other."""
         pages = (group.k_pages, group.v_pages, layer, batch.page_tables[self.cache_group])
         options = dict(
-            scale=self.scale, sliding_window=geometry.sliding_window, soft_cap=self.soft_cap
+            scale=self.scale, sliding_window=group.geometry.sliding_window, soft_cap=self.soft_cap
         )
         num_rows = batch.seq_lens.shape[0]
         if batch.is_decode_only:
@@ -118,9 +120,13 @@ class Attention(nnx.Module):
         is_decode_row = jnp.arange(num_rows) < batch.num_decode_rows
         decode_lens = jnp.where(is_decode_row, batch.seq_lens, 0)
         decoded = self.kernels.decode(q[:num_rows], *pages, decode_lens, **options)
-        prefilled = self.kernels.prefill(
-            q, *pages, batch.seq_lens, batch.query_start_loc, batch.num_decode_rows, **options
-        )
         # A decode row has one token, and stands first: row i is token i.
-        head = jnp.where(is_decode_row[:, None, None], decoded, prefilled[:num_rows])
-        return jnp.concatenate([head, prefilled[num_rows:]])
+        return self.kernels.prefill(
+            q,
+            *pages,
+            batch.seq_lens,
+            batch.query_start_loc,
+            batch.num_decode_rows,
+            decoded,
+            **options,
+        )

@@ -61,6 +61,11 @@ class ModelConfig:
         return self.num_attention_heads // self.num_key_value_heads
 
     @property
+    def qkv_size(self) -> int:
+        """Columns of the fused qkv weight."""
+        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
     def stored_head_dim(self) -> int:
         """The smallest head dim that the kernels take and that holds `head_dim`."""
         return next(dim for dim in STORED_HEAD_DIMS if dim >= self.head_dim)

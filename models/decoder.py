@@ -8,9 +8,9 @@ import numpy as np
 from flax import nnx
 
 from models.attention import Attention
-from models.attention_kernels import AttentionKernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
+from models.kernels import Activation, ModelKernels
 from models.kv_cache import KVCache, layer_places
 from models.layers import Embedding, GatedMLP, RMSNorm
 from models.loading.placements import Placement, decoder_placements
@@ -30,12 +30,10 @@ class DecoderLayer(nnx.Module):
 
     norm_class: type[RMSNorm] = RMSNorm
     qk_norm_class: type[RMSNorm] | None = None
-    activation = staticmethod(jax.nn.silu)
+    activation: Activation = "silu"
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: str, kernels: AttentionKernels, cache_group: int
-    ):
-        self.input_layernorm = self.make_norm(config, dtype)
+    def __init__(self, config: ModelConfig, *, dtype: str, kernels: ModelKernels, cache_group: int):
+        self.input_layernorm = self.make_norm(config, dtype, kernels)
         self.self_attn = Attention(
             config,
             dtype=dtype,
@@ -43,38 +41,54 @@ class DecoderLayer(nnx.Module):
             cache_group=cache_group,
             qk_norm_class=self.qk_norm_class,
         )
-        self.post_attention_layernorm = self.make_norm(config, dtype)
+        self.post_attention_layernorm = self.make_norm(config, dtype, kernels)
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             dtype=dtype,
+            kernels=kernels,
             bias=config.mlp_bias,
             activation=self.activation,
         )
 
     @classmethod
-    def make_norm(cls, config: ModelConfig, dtype: str) -> RMSNorm:
+    def make_norm(cls, config: ModelConfig, dtype: str, kernels: ModelKernels) -> RMSNorm:
         """A norm over the hidden size."""
-        return cls.norm_class(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        eps = config.rms_norm_eps
+        return cls.norm_class(config.hidden_size, eps=eps, dtype=dtype, kernels=kernels)
 
     def __call__(
         self,
         x: jax.Array,
+        delta: jax.Array | None,
         batch: ForwardBatch,
         cache: KVCache,
         layer: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, KVCache]:
-        """[T, D] -> [T, D]; the other arguments are those of Attention."""
-        attended, cache = self.self_attn(self.input_layernorm(x), batch, cache, layer, angles)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        """Run the layer.
+
+        Args:
+          x: [T, D], the residual.
+          delta: a sum of [T, D] that is still to be added to it; None before the first layer.
+          batch: of this pass.
+          cache: all groups.
+          layer: int32[1], index of this layer within its cache group.
+          angles: of the positions, as Attention takes them.
+
+        Returns:
+          The residual, what is still to be added to it, and the cache.
+        """
+        x, normed = self.input_layernorm.add(x, delta)
+        attended, cache = self.self_attn(normed, batch, cache, layer, angles)
+        x, normed = self.post_attention_layernorm.add(x, attended)
+        return x, self.mlp(normed), cache
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
-def _run_layer(graphdef, state, x, batch, cache, layer, angles):
+def _run_layer(graphdef, state, x, delta, batch, cache, layer, angles):
     """One layer under its own jit: layers of equal structure are traced and lowered once."""
-    return nnx.merge(graphdef, state)(x, batch, cache, layer, angles)
+    return nnx.merge(graphdef, state)(x, delta, batch, cache, layer, angles)
 
 
 class Decoder(nnx.Module):
@@ -88,7 +102,7 @@ class Decoder(nnx.Module):
     layer_class: type[DecoderLayer] = DecoderLayer
     embedding_class: type[Embedding] = Embedding
 
-    def __init__(self, config: ModelConfig, *, dtype: str, kernels: AttentionKernels):
+    def __init__(self, config: ModelConfig, *, dtype: str, kernels: ModelKernels):
         self.config = config
         self.places = layer_places(config)
         size = (config.vocab_size, config.hidden_size)
@@ -97,7 +111,7 @@ class Decoder(nnx.Module):
             self.layer_class(config, dtype=dtype, kernels=kernels, cache_group=group)
             for group, _ in self.places
         )
-        self.norm = self.layer_class.make_norm(config, dtype)
+        self.norm = self.layer_class.make_norm(config, dtype, kernels)
         self.lm_head = None if config.tie_word_embeddings else Embedding(*size, dtype=dtype)
 
     @staticmethod
@@ -112,7 +126,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Hidden states `[R, D]` of the batch's `logits_indices`, normalised, and the new cache."""
-        x = self._embed(batch)
+        x, delta = self._embed(batch), None
         angles = rotary_angles(
             batch.positions[0],
             inverse_frequencies(self.config),
@@ -121,8 +135,13 @@ class Decoder(nnx.Module):
         for layer, (_, index) in zip(self.layers, self.places, strict=True):
             graphdef, state = nnx.split(layer)
             layer_index = jnp.asarray(np.array([index], np.int32))
-            x, cache = _run_layer(graphdef, state, x, batch, cache, layer_index, angles)
-        return self.norm(x[batch.logits_indices]), cache
+            x, delta, cache = _run_layer(
+                graphdef, state, x, delta, batch, cache, layer_index, angles
+            )
+        if not batch.is_decode_only:  # else a row is a token
+            x = x[batch.logits_indices]
+            delta = None if delta is None else delta[..., batch.logits_indices, :]
+        return self.norm.add(x, delta)[1], cache
 
     def _embed(self, batch: ForwardBatch) -> jax.Array:
         x = self.embed_tokens(batch.token_ids)

@@ -1,14 +1,15 @@
 """The parts that decoders share: Linear and its weight format, RMSNorm, embedding, gated MLP."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+
+from models.kernels import Activation, ModelKernels, product_precision, total
+from models.layer_slice import LayerSlice
 
 Axes = tuple[str | None, ...]
 
@@ -16,11 +17,6 @@ Axes = tuple[str | None, ...]
 def abstract_parameter(shape: tuple[int, ...], dtype: str, axes: Axes) -> nnx.Param:
     """A parameter with the logical names of its axes; models are only built under eval_shape."""
     return nnx.Param(jnp.zeros(shape, jnp.dtype(dtype)), logical_axes=axes)
-
-
-def product_precision(dtype: jnp.dtype) -> lax.Precision | None:
-    """Float32 models multiply in full float32 on every device (GPUs default to TF32)."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 class WeightFormat(Protocol):
@@ -31,39 +27,34 @@ class WeightFormat(Protocol):
         ...
 
     def product(self, x: jax.Array, parameters: dict, num_in_dims: int) -> jax.Array:
-        """Contract x's last `num_in_dims` axes with the weights."""
+        """Contract x's last `num_in_dims` axes with the weights; a sum, as ModelKernels has it."""
         ...
 
 
 @dataclass(frozen=True)
 class DenseFormat:
-    """Weights in the model's own float type, `[*in_dims, *out_dims]`."""
+    """Weights in the model's own float type, `[*in_dims, *out_dims]`.
+
+    Attributes:
+      dtype: its name.
+      kernels: whose product is used.
+    """
 
     dtype: str
+    kernels: ModelKernels
 
     def parameters(self, in_dims: tuple[int, ...], out_dims: tuple[int, ...], axes: Axes) -> dict:
         """One parameter, `weight`."""
         return {"weight": abstract_parameter(in_dims + out_dims, self.dtype, axes)}
 
     def product(self, x: jax.Array, parameters: dict, num_in_dims: int) -> jax.Array:
-        """One matrix product; XLA flattens what is fused, but after it has split it.
-
-        Flattened here, gate and up `[D, 2, F]` would be gathered whole on every device, since a
-        matrix `[D, 2 * F]` cannot say that it is split over F alone.
-        """
-        weight = parameters["weight"][...]
-        in_dims = weight.shape[:num_in_dims]
-        tokens = x.shape[: x.ndim - num_in_dims]
-        return jnp.tensordot(
-            x.reshape(*tokens, math.prod(in_dims)),
-            weight.reshape(math.prod(in_dims), *weight.shape[num_in_dims:]),
-            axes=1,
-            precision=product_precision(weight.dtype),
-        )
+        """One matrix product."""
+        weight = LayerSlice.of(parameters["weight"].get_value())
+        return self.kernels.product(x, weight, num_in_dims)
 
 
 class Linear(nnx.Module):
-    """`[..., *in_dims] -> [..., *out_dims]`, with weights in the given format."""
+    """`[T, *in_dims] -> [T, *out_dims]`, with weights in the given format."""
 
     def __init__(
         self,
@@ -74,7 +65,7 @@ class Linear(nnx.Module):
         weight_format: WeightFormat,
         bias_dtype: str | None = None,
     ):
-        self.num_in_dims = len(in_dims)
+        self.num_in_dims, self.num_out_dims = len(in_dims), len(out_dims)
         self.weight_format = weight_format
         parameters = weight_format.parameters(in_dims, out_dims, axes)
         for name, parameter in parameters.items():
@@ -87,36 +78,68 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Product, and bias if there is one."""
+        """Product, and bias if there is one; without it a sum of [T, *out_dims]."""
+        y = self.multiply(x)
+        if self.bias is None:
+            return y
+        return total(y, 1 + self.num_out_dims, x.dtype) + self.bias[...]
+
+    def multiply(self, x: jax.Array) -> jax.Array:
+        """The product alone, a sum of [T, *out_dims]."""
         parameters = {name: getattr(self, name) for name in self.parameter_names}
-        y = self.weight_format.product(x, parameters, self.num_in_dims)
-        return y if self.bias is None else y + self.bias[...]
+        return self.weight_format.product(x, parameters, self.num_in_dims)
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm over the last axis, statistics in float32 (Zhang, Sennrich 2019)."""
+    """Root mean square norm over the last axis, statistics in float32 (Zhang, Sennrich 2019).
 
-    def __init__(self, size: int, *, eps: float, dtype: str, axis: str = "embed"):
-        self.eps = eps
+    Attributes:
+      gain_offset: added to the weight in float32.
+    """
+
+    gain_offset = 0.0
+
+    def __init__(
+        self, size: int, *, eps: float, dtype: str, kernels: ModelKernels, axis: str = "embed"
+    ):
+        self.eps, self.kernels = eps, kernels
         self.weight = abstract_parameter((size,), dtype, (axis,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise the last axis."""
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.gain()).astype(x.dtype)
+        """Normalise the last axis of [T, size]."""
+        return self.add(x, None)[1]
 
-    def gain(self) -> jax.Array:
-        """What multiplies each normalised component, float32[size]."""
-        return self.weight[...].astype(jnp.float32)
+    def add(
+        self, x: jax.Array, delta: jax.Array | None, delta_norm: "RMSNorm | None" = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Add to the residual, and normalise.
+
+        Args:
+          x: [T, size], the residual.
+          delta: a sum of [T, size], or None.
+          delta_norm: delta is normalised by it before it is added; its eps and offset are these.
+
+        Returns:
+          `x + delta` and its norm.
+        """
+        return self.kernels.add_norm(
+            x,
+            delta,
+            self.gains(),
+            None if delta_norm is None else delta_norm.gains(),
+            eps=self.eps,
+            gain_offset=self.gain_offset,
+        )
+
+    def gains(self) -> LayerSlice:
+        """What multiplies each normalised component, without the offset: [size]."""
+        return LayerSlice.of(self.weight.get_value())
 
 
 class OffsetRMSNorm(RMSNorm):
     """RMSNorm by `1 + weight`, added in float32 (Gemma)."""
 
-    def gain(self) -> jax.Array:
-        """What multiplies each normalised component, float32[size]."""
-        return 1 + super().gain()
+    gain_offset = 1.0
 
 
 class Embedding(nnx.Module):
@@ -139,11 +162,6 @@ class ScaledEmbedding(Embedding):
         return x * jnp.asarray(math.sqrt(x.shape[-1]), x.dtype)
 
 
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """GELU by its tanh approximation."""
-    return jax.nn.gelu(x, approximate=True)
-
-
 class GatedMLP(nnx.Module):
     """`down(activation(gate(x)) * up(x))`, gate and up fused as `[D, 2, F]`."""
 
@@ -153,11 +171,13 @@ class GatedMLP(nnx.Module):
         intermediate_size: int,
         *,
         dtype: str,
+        kernels: ModelKernels,
         bias: bool,
-        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        activation: Activation = "silu",
     ):
-        self.activation = activation
-        weight_format, bias_dtype = DenseFormat(dtype), dtype if bias else None
+        self.activation: Activation = activation
+        self.kernels = kernels
+        weight_format, bias_dtype = DenseFormat(dtype, kernels), dtype if bias else None
         self.gate_up_proj = Linear(
             (hidden_size,),
             (2, intermediate_size),
@@ -174,9 +194,10 @@ class GatedMLP(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> [T, D]."""
+        """[T, D] -> a sum of [T, D]."""
         gate_up = self.gate_up_proj(x)
-        return self.down_proj(self.activation(gate_up[:, 0]) * gate_up[:, 1])
+        gated = self.kernels.gated_activation(gate_up, dtype=x.dtype, activation=self.activation)
+        return self.down_proj(gated)
 
 
 def compute_logits(

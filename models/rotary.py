@@ -43,16 +43,6 @@ def _scale_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def rotary_angles(
     positions: jax.Array, frequencies: np.ndarray, attention_factor: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of int32[T] positions, times a factor, each float32[T, 1, rotary_dim / 2]."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    """Cosine and sine of int32[T] positions, times a factor, each float32[T, rotary_dim / 2]."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate [T, heads, head_dim] by its positions; dimension i pairs with i + rotary_dim / 2.
-
-    Dimensions past the rotary ones stay as they are.
-    """
-    half = cos.shape[-1]
-    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)

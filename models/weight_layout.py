@@ -2,7 +2,7 @@
 
 A call of a compiled program costs time for each leaf (measured: docs/performance.md), so the
 parameters that all layers have in equal shape can be kept as one stacked array each. The model
-code does not know: inside the trace each layer gets its slice.
+code hardly knows: inside the trace each layer gets a LayerSlice.
 """
 
 import functools
@@ -17,6 +17,7 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.layer_slice import LayerSlice
 from models.loading.pieces import Index, ParameterPieces
 from models.sharding import Sharder
 
@@ -120,9 +121,9 @@ class WeightLayout:
         """Bytes of all parameters."""
         return sum(int(np.prod(p.shape)) * jnp.dtype(p.dtype).itemsize for p in self._parameters)
 
-    def _select(self, leaves: Sequence[jax.Array], path: str) -> jax.Array:
+    def _select(self, leaves: Sequence[jax.Array], path: str) -> jax.Array | LayerSlice:
         index, layer = self.locate(path)
-        return leaves[index] if layer is None else leaves[index][layer]
+        return leaves[index] if layer is None else LayerSlice.of_layer(leaves[index], layer)
 
     def _pack_leaves(self, stack: Stack) -> tuple[Leaf, ...]:
         by_stack: dict[str, list[Leaf]] = {}
@@ -131,7 +132,8 @@ class WeightLayout:
         packed: list[Leaf] = []
         for path, members in by_stack.items():
             first = members[0]
-            is_wanted = stack == "all" or (stack == "vectors" and len(first.shape) == 1)
+            is_vector = len(first.shape) == 1 or path.endswith(".bias")
+            is_wanted = stack == "all" or (stack == "vectors" and is_vector)
             is_equal = len({(m.shape, m.dtype) for m in members}) == 1
             if path == first.path or not (is_wanted and is_equal):
                 packed.extend(members)

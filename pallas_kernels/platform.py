@@ -1,41 +1,62 @@
 """Which version of the kernels a device can run; asked once, at construction."""
 
-from typing import Literal
+import logging
+from typing import Literal, get_args
 
 import jax
 
-AttentionBackend = Literal["mosaic", "xla"]
+from pallas_kernels.triton_launch import import_jax_triton
+
+logger = logging.getLogger(__name__)
+
+AttentionBackend = Literal["mosaic", "triton", "xla"]
 
 # WGMMA, on which the Mosaic GPU kernels stand, exists on Hopper alone.
 MOSAIC_CAPABILITY = "9.0"
+# The first with bfloat16 products and asynchronous copies to shared memory.
+MIN_TRITON_MAJOR = 8
 
 
 def choose_attention_backend(requested: str | None = None) -> AttentionBackend:
     """Choose the version of paged attention for the default device.
 
     Args:
-      requested: "mosaic", "xla", or None for the best that the device can run.
+      requested: "mosaic", "triton", "xla", or None for the best that the device can run.
 
     Returns:
-      "mosaic" on an NVIDIA GPU of compute capability 9.0, otherwise "xla".
+      "mosaic" on an NVIDIA GPU of compute capability 9.0; "triton" on another one from 8.0 on, if
+      jax-triton is installed; otherwise "xla".
 
     Raises:
-      ValueError: `requested` is unknown, or the device cannot run it.
+      ValueError: `requested` is unknown, or the device cannot run it, or jax-triton is missing.
     """
-    if requested not in (None, "mosaic", "xla"):
-        raise ValueError(f"attention backend must be mosaic or xla; got {requested!r}")
-    if requested == "xla":
-        return "xla"
-    capability = gpu_capability()
-    if capability == MOSAIC_CAPABILITY:
+    if requested not in (None, *get_args(AttentionBackend)):
+        raise ValueError(f"attention backend must be mosaic, triton or xla; got {requested!r}")
+    capability = None if requested == "xla" else gpu_capability()
+    if requested == "mosaic" and capability != MOSAIC_CAPABILITY:
+        raise _unfit_device(requested, MOSAIC_CAPABILITY, capability)
+    if capability == MOSAIC_CAPABILITY and requested != "triton":
         return "mosaic"
-    if requested == "mosaic":
-        found = "no NVIDIA GPU" if capability is None else f"capability {capability}"
-        raise ValueError(
-            f"attention backend mosaic must run on an NVIDIA GPU of capability "
-            f"{MOSAIC_CAPABILITY}; got {found}; use xla"
-        )
-    return "xla"
+    if capability is None or int(capability.split(".")[0]) < MIN_TRITON_MAJOR:
+        if requested == "triton":
+            raise _unfit_device(requested, f"{MIN_TRITON_MAJOR}.0 or above", capability)
+        return "xla"
+    try:
+        import_jax_triton()
+    except ValueError as error:
+        if requested == "triton":
+            raise
+        logger.warning("attention by xla, which is slow on a GPU: %s", error)
+        return "xla"
+    return "triton"
+
+
+def _unfit_device(backend: str, wanted: str, capability: str | None) -> ValueError:
+    found = "no NVIDIA GPU" if capability is None else f"capability {capability}"
+    return ValueError(
+        f"attention backend {backend} must run on an NVIDIA GPU of capability {wanted}; "
+        f"got {found}; use xla"
+    )
 
 
 def gpu_capability() -> str | None:

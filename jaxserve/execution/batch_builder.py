@@ -1,12 +1,13 @@
 """build_batch: a scheduler's decision as the packed buffers that the step reads; numpy only."""
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.execution.buckets import Bucket, BucketTable
 from jaxserve.execution.packed_layout import PackedLayout, admission_layout, step_layout
-from jaxserve.execution.sample_mode import SampleMode, mode_of_rows
+from jaxserve.execution.sample_mode import SampleMode, mode_of_row
 from jaxserve.execution.slot_record import write_record
 from jaxserve.step import ScheduledRow, SchedulerOutput
 
@@ -16,13 +17,15 @@ class PackedBatch:
     """One step, ready for upload.
 
     Attributes:
-      bucket: whose program takes it.
+      bucket: whose program takes it. A decode step whose sampler is in no program of a forward pass
+        takes the bucket of a step with prompt tokens.
       packed: int32 buffer in the bucket's layout.
       admissions: buffers in the admission layout, to be applied before the step.
       mode: what the sampler has to do; None when no row samples.
       num_rows: real rows.
       num_tokens: real tokens.
-      num_logprobs: for each real row the log-probabilities asked for, or None.
+      num_logprobs: for each real row the log-probabilities asked for, or None; empty when no
+        row asks for any.
     """
 
     bucket: Bucket
@@ -73,33 +76,35 @@ class BatchBuilder:
           ValueError: an index is out of bounds, which is a bug of the scheduler.
         """
         rows = output.rows
-        is_decode_only = output.num_decode_rows == len(rows)
+        slots = [row.sequence.state_slot for row in rows]
+        mode = _mode_of_rows(rows)
+        is_decode_only = output.num_decode_rows == len(rows) and mode is not None and mode.is_fused
         bucket = self._buckets.select(output.num_tokens, len(rows), is_decode_only=is_decode_only)
         layout = self._layouts[bucket]
         packed = layout.empty(self._unused_slot)
         views = layout.split(packed)
         views["counts"][:] = len(rows), output.num_decode_rows
-        views["slot_ids"][: len(rows)] = [row.sequence.state_slot for row in rows]
+        views["slot_ids"][: len(rows)] = slots
         views["num_scheduled"][: len(rows)] = [row.num_scheduled_tokens for row in rows]
         if not is_decode_only:
             self._pack_tokens(views["token_ids"], output)
-        admissions = self._pack_changes(layout, views, rows)
+        admissions = self._pack_changes(layout, views, output)
         self._guard_rows(views, len(rows))
         return PackedBatch(
             bucket=bucket,
             packed=packed,
             admissions=admissions,
-            mode=mode_of_rows(rows),
+            mode=mode,
             num_rows=len(rows),
             num_tokens=output.num_tokens,
-            num_logprobs=tuple(_num_logprobs(row) for row in rows),
+            num_logprobs=_num_logprobs(rows) if mode is SampleMode.FULL else (),
         )
 
     def _pack_tokens(self, token_ids: np.ndarray, output: SchedulerOutput) -> None:
         position = output.num_decode_rows
         for row in output.rows[output.num_decode_rows :]:
             stop = row.start + row.num_scheduled_tokens
-            chunk = row.sequence.token_ids[row.start : stop]
+            chunk = array("i", row.sequence.token_ids[row.start : stop])
             token_ids[position : position + len(chunk)] = chunk
             position += row.num_scheduled_tokens
         lowest, highest = token_ids.min(initial=0), token_ids.max(initial=0)
@@ -108,11 +113,11 @@ class BatchBuilder:
             raise ValueError(f"token ids must be in [0, {self._vocab_size}); got {got}")
 
     def _pack_changes(
-        self, layout: PackedLayout, views: dict[str, np.ndarray], rows: tuple[ScheduledRow, ...]
+        self, layout: PackedLayout, views: dict[str, np.ndarray], output: SchedulerOutput
     ) -> tuple[np.ndarray, ...]:
         """Pages and admissions go with the step when they fit, else ahead of it."""
-        admitted = [row for row in rows if row.is_admission]
-        updates = [self._page_updates(rows, group) for group in range(layout.num_groups)]
+        admitted = [row for row in output.rows[output.num_decode_rows :] if row.is_admission]
+        updates = [self._page_updates(output.rows, group) for group in range(layout.num_groups)]
         fits = len(admitted) <= layout.num_admissions
         if fits and all(len(update) <= layout.num_page_updates for update in updates):
             self._fill_changes(views, admitted, updates)
@@ -148,18 +153,18 @@ class BatchBuilder:
 
     @staticmethod
     def _page_updates(rows: tuple[ScheduledRow, ...], group: int) -> list[tuple[int, int, int]]:
-        return [
-            (row.sequence.state_slot, index, page)  # pyright: ignore[reportReturnType]
-            for row in rows
-            if row.new_pages
-            for index, page in row.new_pages[group]
-        ]
+        updates = []
+        for row in rows:
+            if row.new_pages[group]:
+                slot = row.sequence.state_slot
+                updates += [(slot, index, page) for index, page in row.new_pages[group]]
+        return updates
 
     def _guard_rows(self, views: dict[str, np.ndarray], num_rows: int) -> None:
         slots = views["slot_ids"][:num_rows]
         if slots.min() < 0 or slots.max() >= self._unused_slot:
             raise ValueError(f"state slots must be in [0, {self._unused_slot}); got {slots}")
-        if len(np.unique(slots)) != num_rows:
+        if np.bincount(slots).max() > 1:
             raise ValueError(f"state slots must differ; got {slots}")
 
     def _guard_pages(self, entries: np.ndarray, num_pages: int) -> None:
@@ -170,5 +175,27 @@ class BatchBuilder:
             raise ValueError(f"page table indices must be in [0, {self._max_pages}); got {index}")
 
 
-def _num_logprobs(row: ScheduledRow) -> int | None:
-    return row.sequence.request.sampling_params.logprobs if row.can_sample else None
+def _mode_of_rows(rows: tuple[ScheduledRow, ...]) -> SampleMode | None:
+    """The mode of a step; None when no row samples (inner chunks of prompts only)."""
+    modes = {row.sequence.sample_mode for row in rows if row.can_sample}
+    known = {mode for mode in modes if mode is not None}
+    if len(known) < len(modes):
+        known = {_mode_of_row(row) for row in rows if row.can_sample}
+    return SampleMode(max(known)) if known else None
+
+
+def _mode_of_row(row: ScheduledRow) -> int:
+    """The mode of a row that samples; it is kept with a sequence whose rows all have the same."""
+    sequence = row.sequence
+    if sequence.sample_mode is not None:
+        return sequence.sample_mode
+    mode = int(mode_of_row(row))
+    if not sequence.request.sampling_params.min_tokens:
+        sequence.sample_mode = mode
+    return mode
+
+
+def _num_logprobs(rows: tuple[ScheduledRow, ...]) -> tuple[int | None, ...]:
+    return tuple(
+        row.sequence.request.sampling_params.logprobs if row.can_sample else None for row in rows
+    )

@@ -11,7 +11,7 @@ class Bucket:
     Attributes:
       num_tokens: T, padded tokens.
       num_rows: S, padded sequences.
-      is_decode_only: every row has one token, and T = S.
+      is_decode_only: every row has one token that was sampled on the device, and T = S.
     """
 
     num_tokens: int
@@ -85,19 +85,20 @@ def make_bucket_table(
       max_num_seqs: largest S, unless `smallest_row_bucket` is larger.
       max_num_batched_tokens: largest T, unless the largest S is larger.
       smallest_row_bucket: 8 on GPUs, where one row costs more than eight (measured); 1 on CPU.
-      row_buckets: S of pure decode steps; when not given powers of two, and two sizes between
-        the large ones, where padding costs most.
+      row_buckets: S of pure decode steps. When not given the smallest, powers of two from 32 (up to
+        there a step takes as long as reading the weights does), and two sizes between the large
+        ones, where padding costs most.
       token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
     """
     largest_rows = max(max_num_seqs, smallest_row_bucket)
     if row_buckets is None:
-        row_buckets = _powers_of_two(smallest_row_bucket, largest_rows) + [384, 768]
+        row_buckets = [smallest_row_bucket, *_powers_of_two(32, largest_rows), 384, 768]
     if token_buckets is None:
         token_buckets = _powers_of_two(128, max_num_batched_tokens)
     return BucketTable(
         row_buckets=_closed(row_buckets, largest_rows),
         token_buckets=_closed(token_buckets, max(max_num_batched_tokens, largest_rows)),
-        mixed_row_buckets=_closed((16, 128), largest_rows),
+        mixed_row_buckets=_closed((16 * smallest_row_bucket,), largest_rows),
     )
 
 

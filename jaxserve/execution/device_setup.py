@@ -12,6 +12,8 @@ from jaxserve.errors import EngineConfigError
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_DIR = "~/.cache/jaxserve"
+XLA_FOLDER = "xla"
+"""Of JAX's own cache, inside the folder of the caches."""
 
 
 def configure_jax(*, gpu_memory_utilization: float, compilation_cache_dir: str | None) -> Path:
@@ -32,10 +34,11 @@ def configure_jax(*, gpu_memory_utilization: float, compilation_cache_dir: str |
     import jax
 
     folder = Path(compilation_cache_dir or DEFAULT_CACHE_DIR).expanduser()
-    if jax.config.jax_compilation_cache_dir and compilation_cache_dir is None:
-        folder = Path(jax.config.jax_compilation_cache_dir)
+    given = jax.config.jax_compilation_cache_dir
+    if given and given != str(folder / XLA_FOLDER) and compilation_cache_dir is None:
+        folder = Path(given)
     elif _is_usable(folder):
-        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(folder / XLA_FOLDER))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder

@@ -30,6 +30,7 @@ from jaxserve.execution.page_plan import (
     plan_pages,
 )
 from jaxserve.execution.programs import ProgramShapes, ProgramTable
+from jaxserve.execution.sampler import choose_draw
 from jaxserve.execution.step_functions import StepFunctions
 from jaxserve.scheduling.admission import max_sequence_tokens
 from jaxserve.scheduling.config import SchedulerConfig
@@ -119,7 +120,7 @@ def make_programs(
         hidden_size=setup.model.hidden_size,
         hidden_dtype=setup.dtype,
     )
-    functions = StepFunctions(setup.layout, setup.sharder)
+    functions = StepFunctions(setup.layout, setup.sharder, choose_draw(setup.backend))
     return builder, ProgramTable(functions, shapes, setup.sharder, builder, buckets)
 
 

@@ -55,7 +55,7 @@ def choose_buckets(config: EngineConfig, limits: Limits, *, is_gpu: bool) -> Buc
     """The padded shapes; a CPU gets few, since it computes each padded row."""
     row_buckets, token_buckets = config.row_buckets, config.token_buckets
     if not is_gpu:
-        row_buckets, token_buckets = row_buckets or (1,), token_buckets or (64,)
+        row_buckets, token_buckets = row_buckets or (1,), token_buckets or (8, 64)
     return make_bucket_table(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,

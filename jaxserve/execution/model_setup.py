@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Self, cast
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
-from models.attention_kernels import attention_kernels
 from models.config import ModelConfig
+from models.kernels import MAX_SKINNY_BYTES, model_kernels
 from models.kv_cache import CacheGeometry, abstract_cache, cache_geometries
 from models.registry import model_class
 from models.sharding import Sharder, make_mesh, share_kv_heads
@@ -56,13 +57,13 @@ class ModelSetup:
         """
         is_gpu = jax.default_backend() == "gpu"
         dtype = _choose_dtype(config.dtype, model.dtype, is_gpu)
-        stack: Stack = cast(Stack, config.stacked_weights or ("vectors" if is_gpu else "none"))
         try:
             sharder = Sharder(make_mesh(config.tensor_parallel_size))
             shared_model = share_kv_heads(model, config.tensor_parallel_size)
             backend = _choose_backend(config.attention_backend, dtype)
         except ValueError as error:
             raise EngineConfigError(str(error)) from error
+        stack = _choose_stack(config, shared_model, backend, dtype)
         device = jax.devices()[0]
         logger.info("device %s, %s, attention by %s", device.device_kind, dtype, backend)
         layout = WeightLayout.of_model(
@@ -70,7 +71,7 @@ class ModelSetup:
             shared_model,
             stack=stack,
             dtype=dtype,
-            kernels=attention_kernels(backend, jax.default_backend(), sharder.mesh),
+            kernels=model_kernels(backend, jax.default_backend(), sharder.mesh),
         )
         geometries = cache_geometries(
             shared_model,
@@ -97,6 +98,25 @@ class ModelSetup:
         )
 
 
+def _choose_stack(
+    config: EngineConfig, model: ModelConfig, backend: AttentionBackend, dtype: str
+) -> Stack:
+    """Which weights are one array for all layers, if that is not asked for.
+
+    Fewer arrays make a step's call cheaper. A CPU copies each slice that it takes out of a stack.
+    XLA tunes the product with each slice anew, which takes minutes; the skinny kernel needs none
+    of that, so matrices are stacked where it has all products of few rows.
+    """
+    if config.stacked_weights is not None:
+        return cast(Stack, config.stacked_weights)
+    if jax.default_backend() != "gpu":
+        return "none"
+    largest = max(2 * model.intermediate_size, model.qkv_size) * model.hidden_size
+    is_small = largest * jnp.dtype(dtype).itemsize <= MAX_SKINNY_BYTES
+    is_skinny = backend == "mosaic" and config.tensor_parallel_size == 1
+    return "all" if is_small and is_skinny else "vectors"
+
+
 def _choose_backend(asked: str | None, dtype: str) -> AttentionBackend:
     """The kernels asked for, else the best ones for the device and type.
 
@@ -105,11 +125,11 @@ def _choose_backend(asked: str | None, dtype: str) -> AttentionBackend:
       EngineConfigError: they do not take the type.
     """
     backend: AttentionBackend = choose_attention_backend(asked)
-    if backend != "mosaic" or dtype != "float32":
+    if backend == "xla" or dtype != "float32":
         return backend
-    if asked == "mosaic":
+    if asked is not None:
         raise EngineConfigError(
-            "attention_backend mosaic must have a 16-bit dtype; got float32; use xla"
+            f"attention_backend {asked} must have a 16-bit dtype; got float32; use xla"
         )
     return choose_attention_backend("xla")
 

@@ -1,11 +1,13 @@
 """ProgramTable: every step program, compiled ahead of time; nothing compiles while serving."""
 
+import contextlib
+import enum
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import jax
@@ -14,6 +16,7 @@ from jax.stages import Compiled
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.buckets import Bucket, BucketTable
 from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.step_functions import StepFunctions
 from models.kv_cache import KVCache
@@ -26,13 +29,32 @@ COMPILE_STACK_BYTES = 64 << 20
 
 Options = dict[str, str | bool | int]
 
-COMPILER_OPTIONS: Options = {"xla_disable_hlo_passes": "rematerialization"}
+_ALWAYS: Options = {"xla_disable_hlo_passes": "rematerialization"}
 """The pass counts the donated cache twice, finds it too large, and tries in vain to shrink it."""
-LIBRARY_PRODUCTS: Options = {"xla_gpu_enable_triton_gemm": False}
+_LIBRARY_PRODUCTS: Options = _ALWAYS | {"xla_gpu_enable_triton_gemm": False}
 """cuBLAS for all products: nothing to gain from generated ones, and far less to autotune."""
-NO_AUTOTUNING: Options = {"xla_gpu_autotune_level": 0}
-MAX_ROWS_OF_GENERATED_PRODUCTS = 64
-"""Below it XLA's own products beat cuBLAS (docs/performance.md)."""
+MAX_FEW_ROWS = 64
+"""Decode rows up to which XLA's generated products beat cuBLAS (docs/performance.md)."""
+
+
+class ProgramClass(enum.Enum):
+    """What the compiler's options depend on."""
+
+    ON_CPU = enum.auto()
+    FEW_ROWS = enum.auto()
+    """Decode on a GPU, of at most `MAX_FEW_ROWS` rows."""
+    MANY_ROWS = enum.auto()
+    """All else on a GPU."""
+    PLAN = enum.auto()
+    """Never runs; tells how much memory a program needs."""
+
+
+COMPILER_OPTIONS: dict[ProgramClass, Options] = {
+    ProgramClass.ON_CPU: _ALWAYS,
+    ProgramClass.FEW_ROWS: _ALWAYS,
+    ProgramClass.MANY_ROWS: _LIBRARY_PRODUCTS,
+    ProgramClass.PLAN: _LIBRARY_PRODUCTS | {"xla_gpu_autotune_level": 0},
+}
 
 ProgramKey = tuple[str, Bucket | int | None, SampleMode | None]
 
@@ -64,7 +86,7 @@ class ProgramTable:
         self._programs: dict[ProgramKey, Compiled] = {}
 
     def forward(self, bucket: Bucket) -> Compiled:
-        """(leaves, cache, state, packed) -> (hidden, slot_ids, cache, state)."""
+        """(leaves, cache, state, packed) -> (hidden, slot_ids, cache, state); of mixed buckets."""
         return self._programs["forward", bucket, None]
 
     def decode(self, bucket: Bucket, mode: SampleMode) -> Compiled:
@@ -80,53 +102,68 @@ class ProgramTable:
         return self._programs["admit", None, None]
 
     def keys(self) -> tuple[ProgramKey, ...]:
-        """All programs that serving can need."""
+        """All programs that serving can need; the first ones are compiled first.
+
+        Decode programs of few rows take longest. Those of one bucket stand apart, so that the later
+        one finds its products tuned. A decode step whose sampler is not fused runs in a mixed
+        bucket (`BatchBuilder.build`), so decode buckets need no forward pass and no sampler of
+        their own.
+        """
         buckets = self._buckets.all()
-        forwards: list[ProgramKey] = [("forward", bucket, None) for bucket in buckets]
-        decodes: list[ProgramKey] = [
-            ("decode", bucket, mode)
-            for bucket in buckets
-            for mode in SampleMode
-            if bucket.is_decode_only and mode.is_fused
-        ]
-        samples: list[ProgramKey] = [
-            ("sample", num_rows, mode)
-            for num_rows in sorted({bucket.num_rows for bucket in buckets})
-            for mode in SampleMode
-        ]
-        return (("admit", None, None), *decodes, *forwards, *samples)
+        decode = [bucket for bucket in buckets if bucket.is_decode_only]
+        mixed = [bucket for bucket in buckets if not bucket.is_decode_only]
+        first, *others = (mode for mode in SampleMode if mode.is_fused)
+        num_rows = sorted({bucket.num_rows for bucket in mixed})
+        return (
+            *(("decode", bucket, first) for bucket in decode),
+            *(("forward", bucket, None) for bucket in mixed),
+            *(("decode", bucket, mode) for mode in others for bucket in decode),
+            *(("sample", count, mode) for mode in SampleMode for count in num_rows),
+            ("admit", None, None),
+        )
 
     def compile_all(
-        self, *, num_threads: int, progress: Callable[[int, int], None] | None = None
+        self,
+        *,
+        num_threads: int,
+        progress: Callable[[int, int], None] | None = None,
+        store: ProgramStore | None = None,
     ) -> None:
-        """Compile what is missing, in parallel.
+        """Load or compile what is missing, in parallel.
 
         Args:
-          num_threads: compilations at a time; lowering is done one at a time, under the GIL.
+          num_threads: programs at a time; lowering is done one at a time, under the GIL.
           progress: called with (done, total).
+          store: keeps programs for later starts; None = each is lowered and compiled.
         """
         start, counter = time.monotonic(), CompilationCounter()
         keys = [key for key in self.keys() if key not in self._programs]
-        # The forward passes go first: later programs find their products autotuned.
-        forwards = [key for key in keys if key[0] == "forward"]
-        others = [key for key in keys if key[0] != "forward"]
         previous = threading.stack_size(COMPILE_STACK_BYTES)
+
+        def take(jobs: Iterable[Future[tuple[ProgramKey, Compiled | None]]]) -> None:
+            for job in as_completed(jobs):
+                key, program = job.result()
+                if program is not None:
+                    self._programs[key] = program
+                    if progress is not None:
+                        progress(len(self._programs), len(keys))
+
         try:
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
-                for wave in (forwards, others):
-                    # Lowering in threads is slower: it holds the GIL.
-                    running = [pool.submit(_compile, key, self._lower(key)) for key in wave]
-                    for future in as_completed(running):
-                        key, compiled = future.result()
-                        self._programs[key] = compiled
-                        if progress is not None:
-                            progress(len(self._programs), len(keys))
+            only_store = contextlib.nullcontext() if store is None else store.without_xla_cache()
+            threads = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
+            with only_store, threads as pool:
+                if store is not None:
+                    take([pool.submit(self._load, key, store) for key in keys])
+                missing = [key for key in keys if key not in self._programs]
+                # Lowering in threads is slower: it holds the GIL. Compilation goes on meanwhile.
+                take([pool.submit(self._compile, k, self._lower(k), store) for k in missing])
         finally:
             threading.stack_size(previous)
         logger.info(
-            "%d programs ready in %.1f s, %d of them found in the compilation cache",
+            "%d programs ready in %.1f s: %d were kept whole, %d found in XLA's cache",
             len(keys),
             time.monotonic() - start,
+            len(keys) - len(missing),
             counter.num_cache_hits,
         )
 
@@ -137,8 +174,31 @@ class ProgramTable:
             ("forward", largest, None),
             ("sample", largest.num_rows, SampleMode.FULL),
         ]
-        compiled = [_compile(key, self._lower(key), NO_AUTOTUNING)[1] for key in keys]
-        return max(map(_temporary_bytes, compiled))
+        plan = COMPILER_OPTIONS[_class_of(largest, is_plan=True)]
+        return max(_temporary_bytes(self._lower(key).compile(plan)) for key in keys)
+
+    def _load(self, key: ProgramKey, store: ProgramStore) -> tuple[ProgramKey, Compiled | None]:
+        return key, store.read(self._describe(key))
+
+    def _compile(
+        self, key: ProgramKey, lowered: jax.stages.Lowered, store: ProgramStore | None
+    ) -> tuple[ProgramKey, Compiled]:
+        start = time.monotonic()
+        compiled = lowered.compile(COMPILER_OPTIONS[_class_of(key[1])])
+        logger.debug("%s %s %s compiled in %.1f s", *key, time.monotonic() - start)
+        if store is not None:
+            store.write(self._describe(key), compiled)
+        return key, compiled
+
+    def _describe(self, key: ProgramKey) -> str:
+        """Name a program by all that the table knows of it."""
+        shape, builder = key[1], self._builder
+        layout = builder.layout(shape) if isinstance(shape, Bucket) else builder.admission_layout
+        return f"{key} {layout} {COMPILER_OPTIONS[_class_of(shape)]} {self._shapes_text}"
+
+    @functools.cached_property
+    def _shapes_text(self) -> str:
+        return repr(self._shapes)
 
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
         kind, shape, mode = key
@@ -189,22 +249,14 @@ class ProgramTable:
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _compile(
-    key: ProgramKey, lowered: jax.stages.Lowered, options: Options | None = None
-) -> tuple[ProgramKey, Compiled]:
-    start = time.monotonic()
-    compiled = lowered.compile(compiler_options=_compiler_options(key[1]) | (options or {}))
-    logger.debug("%s %s %s compiled in %.1f s", *key, time.monotonic() - start)
-    return key, compiled
-
-
-def _compiler_options(shape: Bucket | int | None) -> Options:
+def _class_of(shape: Bucket | int | None, *, is_plan: bool = False) -> ProgramClass:
     if jax.default_backend() != "gpu":
-        return dict(COMPILER_OPTIONS)
-    if isinstance(shape, Bucket) and shape.is_decode_only:
-        if shape.num_rows <= MAX_ROWS_OF_GENERATED_PRODUCTS:
-            return dict(COMPILER_OPTIONS)
-    return COMPILER_OPTIONS | LIBRARY_PRODUCTS
+        return ProgramClass.ON_CPU
+    if is_plan:
+        return ProgramClass.PLAN
+    if isinstance(shape, Bucket) and shape.is_decode_only and shape.num_rows <= MAX_FEW_ROWS:
+        return ProgramClass.FEW_ROWS
+    return ProgramClass.MANY_ROWS
 
 
 def _temporary_bytes(compiled: Compiled) -> int:

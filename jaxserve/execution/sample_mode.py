@@ -11,17 +11,15 @@ class SampleMode(enum.IntEnum):
 
     GREEDY = 0
     """argmax only."""
-    RANDOM = 1
-    """Temperature."""
-    TRUNCATED = 2
-    """top-k, top-p and min-p."""
-    FULL = 3
+    SAMPLED = 1
+    """Temperature, top-k, top-p and min-p."""
+    FULL = 2
     """Log-probabilities, and end tokens forbidden before min_tokens."""
 
     @property
     def is_fused(self) -> bool:
         """Whether a pure decode step has this mode's sampler in the program of its forward."""
-        return self <= SampleMode.RANDOM
+        return self <= SampleMode.SAMPLED
 
 
 def mode_of_row(row: ScheduledRow) -> SampleMode:
@@ -31,11 +29,7 @@ def mode_of_row(row: ScheduledRow) -> SampleMode:
     num_output_tokens = row.start + row.num_scheduled_tokens - sequence.num_prompt_tokens
     if params.logprobs is not None or num_output_tokens < params.min_tokens:
         return SampleMode.FULL
-    if params.is_greedy:
-        return SampleMode.GREEDY
-    if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-        return SampleMode.TRUNCATED
-    return SampleMode.RANDOM
+    return SampleMode.GREEDY if params.is_greedy else SampleMode.SAMPLED
 
 
 def mode_of_rows(rows: Iterable[ScheduledRow]) -> SampleMode | None:

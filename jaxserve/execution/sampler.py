@@ -1,14 +1,23 @@
 """The sampler: logits and rows of the device state to tokens, all rows in one pure function."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxserve.execution.sample_mode import SampleMode
+from pallas_kernels import sampling, xla_sampling
+from pallas_kernels.platform import choose_attention_backend
+from pallas_kernels.sampling_noise import row_keys
 
 NUM_TOP_LOGPROBS = 20
 """Log-probabilities that the device returns for a row; `max_logprobs` cannot exceed it."""
+
+
+Draw = Callable[..., tuple[jax.Array, jax.Array]]
+"""(logits, keys, temperature, top_k, top_p, min_p) -> tokens, is_finite: `xla_sampling.sample`."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +64,38 @@ class TopLogprobs:
     top_ids: jax.Array
 
 
-def sample_tokens(logits: jax.Array, rows: SamplingRows, mode: SampleMode) -> jax.Array:
+def choose_draw(requested: str | None = None) -> Draw:
+    """The version of the draw for the default device; asked once, at construction.
+
+    Args:
+      requested: "mosaic", "triton", "xla", or None for the best that the device can run; there
+        is no Triton version of the draw, so "triton" is XLA's.
+
+    Raises:
+      ValueError: `requested` is unknown, or the device cannot run it.
+    """
+    is_mosaic = choose_attention_backend(requested) == "mosaic"
+    return sampling.sample if is_mosaic else xla_sampling.sample
+
+
+def split_over_rows(draw: Draw, mesh: Mesh | AbstractMesh) -> Draw:
+    """The same function on whole rows of global arrays, each device at its own rows.
+
+    Where the rows do not divide by the devices, each device draws all of them.
+    """
+
+    def run(logits: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own = PartitionSpec("model" if logits.shape[0] % mesh.shape["model"] == 0 else None)
+        # A Pallas call does not say which axes its output varies over, so nothing can be checked.
+        split = jax.shard_map(draw, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
+        return split(logits, *others)
+
+    return run
+
+
+def sample_tokens(
+    logits: jax.Array, rows: SamplingRows, mode: SampleMode, draw: Draw
+) -> tuple[jax.Array, jax.Array]:
     """Draw one token a row.
 
     A row's token depends on its logits, seed and position only, not on the other rows.
@@ -64,22 +104,24 @@ def sample_tokens(logits: jax.Array, rows: SamplingRows, mode: SampleMode) -> ja
       logits: float32[S, V].
       rows: parameters.
       mode: static; how much of the parameters is used by any row.
+      draw: static; see `choose_draw`.
 
     Returns:
-      int32[S].
+      tokens int32[S], and bool[S]: the row has no NaN, and its highest logit is finite.
     """
-    if mode == SampleMode.FULL:
-        logits = forbid_stop_ids(logits, rows.stop_ids, rows.forbids_stop)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if mode == SampleMode.GREEDY:
-        return greedy
-    is_greedy = rows.temperature == 0
-    scaled = logits / jnp.where(is_greedy, 1.0, rows.temperature)[:, None]
-    if mode >= SampleMode.TRUNCATED:
-        scaled = truncate(scaled, rows.top_k, rows.top_p, rows.min_p)
-    noise = gumbel_noise(rows.seeds, rows.positions, logits.shape[-1])
-    drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
-    return jnp.where(is_greedy, greedy, drawn)
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return tokens, xla_sampling.finite_rows(logits)
+    allowed = logits
+    if mode == SampleMode.FULL:
+        allowed = forbid_stop_ids(logits, rows.stop_ids, rows.forbids_stop)
+    keys = row_keys(rows.seeds, rows.positions)
+    tokens, is_finite = draw(
+        allowed, keys, rows.temperature, rows.top_k, rows.top_p, rows.min_p
+    )  # fmt: skip
+    if mode == SampleMode.FULL:
+        is_finite = xla_sampling.finite_rows(logits)
+    return tokens, is_finite
 
 
 def forbid_stop_ids(logits: jax.Array, stop_ids: jax.Array, forbids: jax.Array) -> jax.Array:
@@ -87,43 +129,6 @@ def forbid_stop_ids(logits: jax.Array, stop_ids: jax.Array, forbids: jax.Array) 
     S, V = logits.shape
     ids = jnp.where(forbids[:, None] & (stop_ids >= 0), stop_ids, V)
     return logits.at[jnp.arange(S)[:, None], ids].set(-jnp.inf, mode="drop")
-
-
-def gumbel_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """float32[S, V]: noise of each row's own key, `fold_in(key(seed), position)`."""
-
-    def one_row(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
-
-    return jax.vmap(one_row)(seeds, positions)
-
-
-def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Set to -inf what min-p, then top-k, then top-p drop; ties at a border are kept.
-
-    top-p keeps the fewest most likely tokens whose probabilities, renormalised after min-p and
-    top-k, sum to at least `top_p` (Holtzman et al. 2020). This is the plain meaning, by a sort.
-
-    Args:
-      logits: float32[S, V], already divided by temperature.
-      top_k: int32[S].
-      top_p: float32[S].
-      min_p: float32[S].
-    """
-    V = logits.shape[-1]
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    floor = peak + jnp.log(min_p)[:, None]
-    ordered = -jnp.sort(-logits, axis=-1)
-    k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
-    kth = jnp.take_along_axis(ordered, k[:, None] - 1, axis=-1)
-    floor = jnp.maximum(floor, kth)
-    kept = jnp.where(ordered >= floor, ordered, -jnp.inf)
-    probabilities = jax.nn.softmax(kept, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    in_nucleus = ((before < top_p[:, None]) | (top_p >= 1)[:, None]) & (kept > -jnp.inf)
-    nucleus_floor = jnp.min(jnp.where(in_nucleus, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= jnp.maximum(floor, nucleus_floor), logits, -jnp.inf)
 
 
 def top_logprobs(logits: jax.Array, tokens: jax.Array) -> TopLogprobs:

@@ -1,6 +1,6 @@
 """The pure functions that are compiled: forward, sample, their fusion for decode, and admit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,14 @@ from jaxserve.execution.device_state import (
 )
 from jaxserve.execution.packed_layout import PackedLayout
 from jaxserve.execution.sample_mode import SampleMode
-from jaxserve.execution.sampler import TopLogprobs, sample_tokens, top_logprobs
+from jaxserve.execution.sampler import (
+    Draw,
+    TopLogprobs,
+    choose_draw,
+    sample_tokens,
+    split_over_rows,
+    top_logprobs,
+)
 from models.kv_cache import KVCache
 from models.layers import compute_logits
 from models.sharding import Sharder
@@ -34,10 +41,12 @@ class StepFunctions:
     Attributes:
       weights: the layout of the leaves.
       sharder: of the devices that share the model; None = one device.
+      draw: the version of the sampler.
     """
 
     weights: WeightLayout
     sharder: Sharder | None = None
+    draw: Draw = field(default_factory=choose_draw)
 
     def forward(
         self,
@@ -90,10 +99,11 @@ class StepFunctions:
         """
         records = rows_of(state, slot_ids)
         logits = compute_logits(head, hidden, self.weights.logit_soft_cap)
-        if mode >= SampleMode.TRUNCATED and self.sharder is not None:
+        draw = self.draw
+        if mode != SampleMode.GREEDY and self.sharder is not None and self.sharder.mesh.size > 1:
             logits = self.sharder.whole_rows(logits)
-        tokens = sample_tokens(logits, sampling_rows(records), mode)
-        is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
+            draw = split_over_rows(draw, self.sharder.mesh)
+        tokens, is_finite = sample_tokens(logits, sampling_rows(records), mode, draw)
         num_new = can_sample(records).astype(jnp.int32)
         columns = [tokens, num_new, is_finite.astype(jnp.int32)]
         result = jnp.stack(columns, axis=1)

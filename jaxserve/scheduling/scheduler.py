@@ -170,24 +170,33 @@ class Scheduler:
         if any(map(operator.gt, num_new, reserved)) or len(num_new) < len(reserved):
             raise ValueError(f"num_new must be at most {reserved}, row by row; got {num_new}")
         self._in_flight.popleft()
-        tokens, is_finite = result.tokens.tolist(), result.is_finite.tolist()
-        updates = []
-        for index, row in enumerate(output.rows):
+        num_rows, width = len(reserved), result.tokens.shape[1]
+        roster, updates = self._roster, []
+        rows = zip(
+            output.rows,
+            reserved,
+            num_new,
+            result.is_finite[:num_rows].tolist(),
+            zip(*result.tokens[:num_rows].T.tolist(), strict=True),
+            result.logprobs or (None,) * num_rows,
+            strict=True,
+        )
+        for row, room, count, is_finite, new_tokens, entries in rows:
             sequence = row.sequence
             sequence.num_steps_in_flight -= 1
-            sequence.num_pending_tokens -= reserved[index]
+            sequence.num_pending_tokens -= room
             if sequence.finish_reason is None:
-                count = num_new[index]
-                if not is_finite[index]:
-                    updates.append(_end_with_error(self._roster, sequence, _NOT_FINITE))
+                if not is_finite:
+                    updates.append(_end_with_error(roster, sequence, _NOT_FINITE))
                 elif count:
-                    sequence.num_computed_tokens -= reserved[index] - count
-                    entries = result.logprobs[index] if result.logprobs else None
-                    updates.append(_accept(self._roster, sequence, tokens[index][:count], entries))
+                    sequence.num_computed_tokens -= room - count
+                    if count < width:
+                        new_tokens = new_tokens[:count]
+                    updates.append(_accept(roster, sequence, new_tokens, entries))
                 elif row.can_sample:
-                    updates.append(_end_with_error(self._roster, sequence, _NO_TOKENS))
+                    updates.append(_end_with_error(roster, sequence, _NO_TOKENS))
             if sequence.status is SequenceStatus.LEAVING:
-                self._roster.settle(sequence)
+                roster.settle(sequence)
         return updates
 
     def fail_step(self, output: SchedulerOutput, error: str) -> list[SequenceUpdate]:
@@ -247,14 +256,14 @@ class Scheduler:
 def _accept(
     roster: Roster,
     sequence: Sequence,
-    tokens: list[int],
+    tokens: tuple[int, ...],
     logprobs: tuple[TokenLogprobs, ...] | None,
 ) -> SequenceUpdate:
     """Append sampled tokens to a sequence, and end it where it ends."""
-    num_kept, ending = append_tokens(sequence, tokens)
+    kept, ending = append_tokens(sequence, tokens)
     if ending is not None:
         roster.end(sequence, *ending)
-    return _make_update(sequence, tokens[:num_kept], logprobs)
+    return _make_update(sequence, kept, logprobs)
 
 
 def _end_with_error(roster: Roster, sequence: Sequence, error: str) -> SequenceUpdate:
@@ -264,15 +273,17 @@ def _end_with_error(roster: Roster, sequence: Sequence, error: str) -> SequenceU
 
 def _make_update(
     sequence: Sequence,
-    new_token_ids: list[int] | tuple[int, ...] = (),
+    new_token_ids: tuple[int, ...] = (),
     logprobs: tuple[TokenLogprobs, ...] | None = None,
     error: str | None = None,
 ) -> SequenceUpdate:
+    if logprobs is not None:
+        logprobs = logprobs[: len(new_token_ids)]
     return SequenceUpdate(
         request_id=sequence.request.request_id,
         index=sequence.index,
-        new_token_ids=tuple(new_token_ids),
-        logprobs=logprobs[: len(new_token_ids)] if logprobs is not None else None,
+        new_token_ids=new_token_ids,
+        logprobs=logprobs,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         error=error,

@@ -78,7 +78,7 @@ class StepBuilder:
         no_pages, page_step = roster.no_pages, roster.page_step
         width = self._config.max_decode_row_tokens
         num_tokens = 0
-        for index, sequence in enumerate(tuple(roster.running)):
+        for index, sequence in enumerate(roster.running):  # what is preempted leaves it at its end
             start = sequence.num_computed_tokens
             if start <= sequence.num_prefill_tokens:
                 if start < sequence.num_prefill_tokens:
@@ -88,7 +88,7 @@ class StepBuilder:
             count = sequence.max_num_tokens - start - 1
             if count > width:
                 count = width
-            if count <= 0 or sequence.status is not SequenceStatus.RUNNING:
+            if count <= 0:
                 continue
             end = start + count
             new_pages = no_pages

@@ -2,40 +2,40 @@
 
 import jax
 
-from models.attention_kernels import AttentionKernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.decoder import Decoder, DecoderLayer
+from models.kernels import ModelKernels, total
 from models.kv_cache import KVCache
-from models.layers import OffsetRMSNorm, ScaledEmbedding, gelu_tanh
+from models.layers import OffsetRMSNorm, ScaledEmbedding
 
 
 class Gemma2Layer(DecoderLayer):
     """A layer that also normalises what attention and the MLP give, before it is added."""
 
     norm_class = OffsetRMSNorm
-    activation = staticmethod(gelu_tanh)
+    activation = "gelu_tanh"
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: str, kernels: AttentionKernels, cache_group: int
-    ):
+    def __init__(self, config: ModelConfig, *, dtype: str, kernels: ModelKernels, cache_group: int):
         super().__init__(config, dtype=dtype, kernels=kernels, cache_group=cache_group)
-        self.pre_feedforward_layernorm = self.make_norm(config, dtype)
-        self.post_feedforward_layernorm = self.make_norm(config, dtype)
+        self.pre_feedforward_layernorm = self.make_norm(config, dtype, kernels)
+        self.post_feedforward_layernorm = self.make_norm(config, dtype, kernels)
 
     def __call__(
         self,
         x: jax.Array,
+        delta: jax.Array | None,
         batch: ForwardBatch,
         cache: KVCache,
         layer: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, KVCache]:
-        """[T, D] -> [T, D]; the other arguments are those of Attention."""
-        attended, cache = self.self_attn(self.input_layernorm(x), batch, cache, layer, angles)
-        x = x + self.post_attention_layernorm(attended)
-        fed = self.mlp(self.pre_feedforward_layernorm(x))
-        return x + self.post_feedforward_layernorm(fed), cache
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        """As in DecoderLayer."""
+        x, normed = self.input_layernorm.add(x, delta)
+        attended, cache = self.self_attn(normed, batch, cache, layer, angles)
+        x, normed = self.pre_feedforward_layernorm.add(x, attended, self.post_attention_layernorm)
+        fed = self.post_feedforward_layernorm(total(self.mlp(normed), x.ndim, x.dtype))
+        return x, fed, cache
 
 
 class Gemma2ForCausalLM(Decoder):

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention_kernels import attention_kernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
+from models.kernels import model_kernels
 from models.kv_cache import allocate_cache, cache_geometries
 from models.layers import compute_logits
 from models.loading.checkpoint import CheckpointLoader
@@ -31,7 +31,7 @@ def load_model(folder: Path, stack: Stack):
         config,
         stack=stack,
         dtype="float32",
-        kernels=attention_kernels("xla", "cpu"),
+        kernels=model_kernels("xla", "cpu"),
     )
     store = WeightStore(layout, sharder)
     CheckpointLoader(config, store).load(source.tensors())

@@ -1,5 +1,6 @@
 """BatchBuilder: steps as packed buffers, and the guards in front of the device."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -77,10 +78,10 @@ def test_a_decode_step_sends_no_token() -> None:
     ("params", "mode"),
     [
         ({"temperature": 0}, SampleMode.GREEDY),
-        ({"temperature": 1.0}, SampleMode.RANDOM),
-        ({"temperature": 1.0, "top_k": 3}, SampleMode.TRUNCATED),
-        ({"temperature": 1.0, "top_p": 0.5}, SampleMode.TRUNCATED),
-        ({"temperature": 1.0, "min_p": 0.5}, SampleMode.TRUNCATED),
+        ({"temperature": 1.0}, SampleMode.SAMPLED),
+        ({"temperature": 1.0, "top_k": 3}, SampleMode.SAMPLED),
+        ({"temperature": 1.0, "top_p": 0.5}, SampleMode.SAMPLED),
+        ({"temperature": 1.0, "min_p": 0.5}, SampleMode.SAMPLED),
         ({"temperature": 0, "logprobs": 0}, SampleMode.FULL),
         ({"temperature": 0, "min_tokens": 1}, SampleMode.FULL),
     ],
@@ -91,12 +92,46 @@ def test_the_mode_is_the_largest_that_a_sampling_row_needs(params: dict, mode: S
     silent = make_row(2, 2, params={"logprobs": 5, "temperature": 1.0}, can_sample=False)
     batch = builder.build(make_output(plain, make_row(0, 2, params=params), silent))
     assert batch.mode == mode
-    assert batch.num_logprobs == (None, params.get("logprobs"), None)
+    is_full = mode is SampleMode.FULL
+    assert batch.num_logprobs == ((None, params.get("logprobs"), None) if is_full else ())
 
 
 def test_a_step_that_samples_nothing_has_no_mode() -> None:
     batch = make_builder(TABLE).build(make_output(make_row(can_sample=False)))
     assert batch.mode is None
+
+
+def test_decode_rows_that_no_decode_program_samples_take_a_mixed_bucket() -> None:
+    builder = make_builder(TABLE)
+    fields: dict = {"start": 3, "is_decode": True, "new_pages": (((0, 9),),)}
+    rows = [make_row(slot, 1, params={"logprobs": 1}, **fields) for slot in (2, 4)]
+    batch = builder.build(make_output(*rows))
+    assert (batch.bucket, batch.mode) == (Bucket(8, 6, False), SampleMode.FULL)
+    views = split(builder, batch)
+    assert views["counts"].tolist() == [2, 2]
+    assert views["slot_ids"].tolist() == [2, 4, 6, 6, 6, 6]
+    assert views["num_scheduled"].tolist() == [1, 1, 0, 0, 0, 0]
+    assert not views["token_ids"].any()
+    assert views["page_updates"][0, :3].tolist() == [[2, 0, 9], [4, 0, 9], [6, 0, 0]]
+
+
+def test_the_mode_follows_a_sequence_that_leaves_its_min_tokens_behind() -> None:
+    builder = make_builder(TABLE)
+    row = make_row(1, 2, params={"temperature": 0, "min_tokens": 2})
+    prompt = row.sequence.num_prompt_tokens
+    modes = []
+    for num_output in range(3):
+        decode = {"start": prompt + num_output - 1, "num_scheduled_tokens": 1, "is_decode": True}
+        step = msgspec.structs.replace(row, is_admission=False, **decode)
+        modes.append(builder.build(make_output(step)).mode)
+    assert modes == [SampleMode.FULL, SampleMode.FULL, SampleMode.GREEDY]
+
+
+def test_the_mode_of_a_slot_changes_with_its_sequence() -> None:
+    builder = make_builder(TABLE)
+    rows = [make_row(1, 2, params=params) for params in ({"temperature": 0}, {"temperature": 1})]
+    modes = [builder.build(make_output(row)).mode for row in (*rows, *rows)]
+    assert modes == [SampleMode.GREEDY, SampleMode.SAMPLED] * 2
 
 
 def with_token(token: int) -> ScheduledRow:

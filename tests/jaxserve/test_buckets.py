@@ -63,14 +63,15 @@ def test_sizes_are_sorted_and_closed_by_the_limits() -> None:
     )
     assert table.row_buckets == (8, 64, 100)
     assert table.token_buckets == (128, 500)
-    assert table.mixed_row_buckets == (16, 100)
+    assert table.mixed_row_buckets == (100,)
 
 
-def test_the_default_table_has_powers_of_two_and_sizes_between_the_large_ones() -> None:
+def test_the_default_table_is_short_where_weights_bound_a_step_and_dense_above() -> None:
     table = make_bucket_table(max_num_seqs=1024, max_num_batched_tokens=8192, smallest_row_bucket=8)
-    assert table.row_buckets == (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
+    assert table.row_buckets == (8, 32, 64, 128, 256, 384, 512, 768, 1024)
     assert table.token_buckets == (128, 256, 512, 1024, 2048, 4096, 8192)
-    assert table.mixed_row_buckets == (16, 128, 1024)
+    assert table.mixed_row_buckets == (128, 1024)
+    assert len(table.all()) == 22
 
 
 def test_a_step_that_no_bucket_holds_is_an_error_with_its_sizes() -> None:

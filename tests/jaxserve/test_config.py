@@ -67,7 +67,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("row_buckets", (0,), "must be a list of positive integers"),
     ("token_buckets", [True], "must be a list of positive integers"),
     ("token_buckets", "64", "must be a list of positive integers"),
-    ("attention_backend", "flash", "must be one of mosaic, xla"),
+    ("attention_backend", "flash", "must be one of mosaic, triton, xla"),
     ("stacked_weights", "some", "must be one of none, vectors, all"),
     ("tensor_parallel_size", 0, "must be at least 1"),
     ("max_logprobs", 21, r"must be in \[0, 20\]"),

@@ -63,7 +63,7 @@ def test_a_length_beyond_the_model_is_refused() -> None:
 
 def test_a_cpu_compiles_few_buckets_and_all_end_with_the_limits() -> None:
     table = choose_buckets(EngineConfig(), limits_of(), is_gpu=False)
-    assert (table.row_buckets, table.token_buckets) == ((1, 8), (64, 256))
+    assert (table.row_buckets, table.token_buckets) == ((1, 8), (8, 64, 256))
     table = choose_buckets(EngineConfig(), limits_of(), is_gpu=True)
     assert (table.row_buckets, table.token_buckets) == ((8,), (128, 256))
     config = EngineConfig(row_buckets=(4, 99), token_buckets=(32,))

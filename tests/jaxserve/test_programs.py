@@ -1,6 +1,7 @@
 """The program table: complete, closed, in place, and of a size that the pages do not change."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.buckets import Bucket, BucketTable
 from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.programs import (
     CompilationCounter,
     ProgramKey,
@@ -17,8 +19,8 @@ from jaxserve.execution.programs import (
 )
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.step_functions import StepFunctions
-from models.attention_kernels import attention_kernels
 from models.config import ModelConfig
+from models.kernels import model_kernels
 from models.kv_cache import abstract_cache, allocate_cache, cache_geometries
 from models.loading.source import open_source
 from models.registry import model_class
@@ -49,7 +51,7 @@ class SmallTable:
             config,
             stack="none",
             dtype="float32",
-            kernels=attention_kernels("xla", "cpu"),
+            kernels=model_kernels("xla", "cpu"),
         )
         self.geometries = cache_geometries(config, page_size=PAGE_SIZE, dtype="float32")
         self.pages = (num_pages,)
@@ -130,9 +132,9 @@ def test_the_programs_of_an_engine_are_named_before_any_is_compiled() -> None:
     decode = [Bucket(1, 1, True), Bucket(2, 2, True)]
     mixed = [Bucket(16, 2, False), Bucket(32, 2, False)]
     expected = {("admit", None, None)}
-    expected |= {("forward", bucket, None) for bucket in decode + mixed}
-    expected |= {("decode", b, m) for b in decode for m in (SampleMode.GREEDY, SampleMode.RANDOM)}
-    expected |= {("sample", num_rows, mode) for num_rows in (1, 2) for mode in SampleMode}
+    expected |= {("forward", bucket, None) for bucket in mixed}
+    expected |= {("decode", b, m) for b in decode for m in (SampleMode.GREEDY, SampleMode.SAMPLED)}
+    expected |= {("sample", num_rows, mode) for num_rows in (2,) for mode in SampleMode}
     assert len(keys) == len(set(keys)) and set(keys) == expected
 
 
@@ -141,7 +143,7 @@ def test_a_program_that_was_not_planned_is_an_error_and_no_compilation(
 ) -> None:
     table, counter = compiled[64].table, CompilationCounter()
     with pytest.raises(KeyError):
-        table.decode(DECODE, SampleMode.RANDOM)
+        table.decode(DECODE, SampleMode.SAMPLED)
     with pytest.raises(KeyError):
         table.forward(DECODE)
     with pytest.raises(KeyError):
@@ -162,6 +164,31 @@ def test_progress_counts_up_to_the_number_of_programs(monkeypatch: pytest.Monkey
     monkeypatch.setattr(small.table, "keys", lambda: (("admit", None, None),))
     small.table.compile_all(num_threads=2, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(1, 1)]
+
+
+def test_a_second_start_lowers_and_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: tuple[ProgramKey, ...] = (("sample", 2, SampleMode.GREEDY), ("admit", None, None))
+    store = ProgramStore(tmp_path, jax.devices()[:1])
+
+    def start(small: SmallTable) -> int:
+        """Compile, and count the compilations."""
+        counter, calls = CompilationCounter(), []
+        monkeypatch.setattr(small.table, "keys", lambda: keys)
+        small.table.compile_all(
+            num_threads=2, store=store, progress=lambda done, total: calls.append((done, total))
+        )
+        assert calls == [(1, 2), (2, 2)]
+        return counter.count
+
+    tables = [SmallTable(64), SmallTable(64)]
+    assert [start(small) for small in tables] == [2, 0]
+    state, packed = tables[1].sharder.zeros(tables[1].state), tables[1].builder.admission_layout
+    state = tables[1].table.admit()(state, packed.empty(2))
+    assert not state.slots.any()
+    infos = [str(small.table.sample(2, SampleMode.GREEDY).args_info) for small in tables]
+    assert infos[0] == infos[1]
 
 
 def test_the_counter_counts_from_when_it_was_made() -> None:

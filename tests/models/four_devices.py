@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -20,8 +21,8 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.programs import ProgramKey, ProgramTable
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.sampling_params import SamplingParams
-from models.attention_kernels import HEADS, PAGES, attention_kernels
 from models.config import ModelConfig
+from models.kernels import HEADS, PAGES, model_kernels
 from models.kv_cache import allocate_cache, cache_geometries
 from models.sharding import MESH_AXIS_OF, Sharder, make_mesh
 from models.weight_layout import Stack, WeightStore, make_dummy_leaves
@@ -163,24 +164,29 @@ def kernels_on_four_devices() -> dict[str, bool]:
     case = PagedCase((1, 1, 9, 70), (40, 3, 100, 70), heads=(8, 4, 64), first_row=2)
     q, k_pages, v_pages, layer, table, lens, starts = make_inputs(case)
     first_row, slots = np.array([case.first_row]), np.array([3, 16, 17, 40])
-    new = k_pages[1, 0, :4] * 0 + q[:4, ::2]
+    qkv = jnp.concatenate([q[:4].reshape(4, 4, 2, 64), q[4:8].reshape(4, 4, 2, 64)], 2)
+    angles = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 32)), jnp.float32)
     calls = {
         "decode": (q[:4], k_pages, v_pages, layer, table, lens),
-        "prefill": (q, k_pages, v_pages, layer, table, lens, starts, first_row),
-        "write": (k_pages, layer, slots, new),
+        "prefill": (q, k_pages, v_pages, layer, table, lens, starts, first_row, q[:4]),
+        "rotary_write": (qkv, k_pages, v_pages, layer, slots, *angles, None, None, None),
     }
+    specs = {"decode": HEADS, "prefill": HEADS, "rotary_write": (HEADS, PAGES, PAGES)}
 
-    def run(name: str, mesh: jax.sharding.Mesh | None) -> np.ndarray:
-        function = getattr(attention_kernels("xla", "cpu", mesh), name)
-        options = {} if name == "write" else case.options
+    def run(name: str, mesh: jax.sharding.Mesh | None) -> list[np.ndarray]:
+        function = getattr(model_kernels("xla", "cpu", mesh), name)
+        options = {"eps": 0.0, "gain_offset": 0.0} if name == "rotary_write" else case.options
         out = jax.jit(lambda *arrays: function(*arrays, **options))(*calls[name])
         if mesh is not None:
-            spec = PAGES if name == "write" else HEADS
-            assert out.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), out.ndim)
-        return np.asarray(out, np.float32)
+            for array, spec in zip(*map(jax.tree.leaves, (out, specs[name])), strict=True):
+                assert array.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), array.ndim)
+        return [np.asarray(array, np.float32) for array in jax.tree.leaves(out)]
 
     return {
-        name: np.array_equal(run(name, None), run(name, sharder.mesh), equal_nan=True)
+        name: all(
+            np.array_equal(*pair, equal_nan=True)
+            for pair in zip(run(name, None), run(name, sharder.mesh), strict=True)
+        )
         for name in calls
     }
 

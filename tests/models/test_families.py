@@ -9,9 +9,11 @@ import pytest
 from models.config import ModelConfig
 from models.errors import ModelLoadError
 from models.families.phi3 import Phi3ForCausalLM
+from models.kernels import model_kernels
 from models.kv_cache import cache_geometries, layer_places
-from models.layers import OffsetRMSNorm, ScaledEmbedding, compute_logits, gelu_tanh
+from models.layers import OffsetRMSNorm, ScaledEmbedding, compute_logits
 from models.loading.placements import decoder_placements
+from pallas_kernels.xla_fused import ACTIVATIONS
 from tests.models.tiny_models import LLAMA, make_layout
 
 
@@ -172,7 +174,7 @@ def test_phi3_splits_its_fused_tensors_as_llama_fuses_its_parts() -> None:
 
 
 def test_the_offset_norm_adds_one_in_float32() -> None:
-    norm = OffsetRMSNorm(4, eps=0.0, dtype="bfloat16")
+    norm = OffsetRMSNorm(4, eps=0.0, dtype="bfloat16", kernels=model_kernels("xla", "cpu"))
     norm.weight[...] = jnp.full(4, 2**-9, jnp.bfloat16)  # 1 + 2**-9 is no bfloat16
     x = jnp.array([[8.0, -8.0, 8.0, -8.0]], jnp.float32)
     np.testing.assert_array_equal(norm(x), np.sign(x) * (1 + 2**-9))
@@ -187,7 +189,9 @@ def test_the_embedding_scale_is_rounded_to_the_weights_type() -> None:
 def test_gelu_is_its_tanh_approximation() -> None:
     x = np.linspace(-4, 4, 9)
     want = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    np.testing.assert_allclose(gelu_tanh(jnp.asarray(x, jnp.float32)), want, atol=1e-6)
+    np.testing.assert_allclose(
+        ACTIVATIONS["gelu_tanh"](jnp.asarray(x, jnp.float32)), want, atol=1e-6
+    )
 
 
 def test_a_soft_cap_bounds_the_logits_of_the_vocabulary() -> None:

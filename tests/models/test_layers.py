@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.kernels import model_kernels
 from models.layers import DenseFormat, Embedding, GatedMLP, Linear, RMSNorm, compute_logits
 
+KERNELS = model_kernels("xla", "cpu")
 rng = np.random.default_rng(0)
 
 
@@ -34,7 +36,7 @@ def test_linear_contracts_its_input_dims_and_adds_its_bias(has_bias):
         (2, 3),
         (4, 5),
         axes=("kv_heads", "head_dim", "gate_up", "mlp"),
-        weight_format=DenseFormat("float32"),
+        weight_format=DenseFormat("float32", KERNELS),
         bias_dtype="float32" if has_bias else None,
     )
     weight = fill(weight_of(linear))
@@ -62,8 +64,11 @@ def test_float32_products_ask_for_the_highest_precision_and_16_bits_do_not():
 
 
 def test_weight_formats_are_equal_when_their_types_are():
-    assert DenseFormat("float32") == DenseFormat("float32") != DenseFormat("bfloat16")
-    assert hash(DenseFormat("float32")) == hash(DenseFormat("float32"))
+    def dense(dtype: str) -> DenseFormat:
+        return DenseFormat(dtype, KERNELS)
+
+    assert dense("float32") == dense("float32") != dense("bfloat16")
+    assert hash(dense("float32")) == hash(dense("float32"))
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -72,9 +77,9 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 def test_rms_norm_divides_by_the_root_mean_square(dtype, tolerance):
-    norm = RMSNorm(32, eps=0.1, dtype=dtype)
+    norm = RMSNorm(32, eps=0.1, dtype=dtype, kernels=KERNELS)
     weight = fill(norm.weight, dtype)
-    x, exact = draw(3, 2, 32, dtype=dtype)
+    x, exact = draw(3, 32, dtype=dtype)
     got = norm(x)
     assert got.dtype == x.dtype
     want = rms_norm(exact, weight, 0.1)
@@ -82,7 +87,7 @@ def test_rms_norm_divides_by_the_root_mean_square(dtype, tolerance):
 
 
 def test_rms_norm_takes_its_statistics_in_float32():
-    norm = RMSNorm(4096, eps=1e-6, dtype="float16")
+    norm = RMSNorm(4096, eps=1e-6, dtype="float16", kernels=KERNELS)
     norm.weight.set_value(jnp.ones(4096, jnp.float16))
     got = norm(jnp.full((1, 4096), 300, jnp.float16))  # the square of 300 is past float16
     np.testing.assert_allclose(np.asarray(got, np.float32), 1, atol=1e-3)
@@ -97,7 +102,7 @@ def test_embedding_looks_tokens_up_and_clips_ids_out_of_bounds():
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gated_mlp_gates_by_silu_and_projects_down(has_bias):
-    mlp = GatedMLP(6, 8, dtype="float32", bias=has_bias)
+    mlp = GatedMLP(6, 8, dtype="float32", kernels=KERNELS, bias=has_bias)
     gate_up, down = (fill(weight_of(p)) for p in (mlp.gate_up_proj, mlp.down_proj))
     gate_bias, up_bias = (0, 0) if not has_bias else fill(mlp.gate_up_proj.bias)
     down_bias = 0 if not has_bias else fill(mlp.down_proj.bias)

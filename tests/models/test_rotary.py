@@ -2,12 +2,14 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.errors import ModelLoadError
-from models.rotary import inverse_frequencies, rotary_angles, rotate
+from models.rotary import inverse_frequencies, rotary_angles
+from pallas_kernels import xla_fused
 from tests.models.tiny_models import tiny_config
 
 HEAD_DIM, THETA = 64, 500000.0
@@ -18,6 +20,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    return xla_fused.rotate(x, cos[:, None], sin[:, None])
 
 
 def frequencies_of(scaling: dict | None) -> np.ndarray:

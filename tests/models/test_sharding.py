@@ -75,12 +75,12 @@ def test_no_step_gathers_a_weight_or_the_logits_of_greedy_rows(on_four_devices):
     assert largest["decode GREEDY"] == largest["sample GREEDY"] == 2 * ROWS  # the best of each half
 
 
-def test_a_truncating_sampler_has_whole_rows_and_gathers_no_logits(on_four_devices):
+def test_a_sampler_has_whole_rows_and_gathers_no_logits(on_four_devices):
     largest = on_four_devices["engine"]["largest_gathers"]
-    assert largest["sample TRUNCATED"] <= 8 * ROWS  # the logits are ROWS * 256
+    assert largest["sample SAMPLED"] <= 8 * ROWS  # the logits are ROWS * 256
 
 
-@pytest.mark.parametrize("kernel", ["decode", "prefill", "write"])
+@pytest.mark.parametrize("kernel", ["decode", "prefill", "rotary_write"])
 def test_a_kernel_on_four_devices_gives_the_bits_of_one(on_four_devices, kernel):
     assert on_four_devices["kernels"][kernel]
 

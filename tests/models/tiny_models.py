@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention_kernels import attention_kernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
+from models.kernels import model_kernels
 from models.kv_cache import KVCache, allocate_cache, cache_geometries
 from models.registry import model_class
 from models.sharding import Sharder, make_mesh
@@ -41,7 +41,7 @@ def make_layout(config: ModelConfig, stack: Stack = "none", dtype: str = "float3
         config,
         stack=stack,
         dtype=dtype,
-        kernels=attention_kernels("xla", "cpu"),
+        kernels=model_kernels("xla", "cpu"),
     )
 
 

@@ -1,0 +1,158 @@
+"""Measure the host's time a step, without a device: requests, scheduler, batches and outputs.
+
+    python benchmarks/host_time.py [TEST ...] [--runs N] [--profile]
+
+The engine is the real one but for its runner, which only counts: a row samples a token when all of
+its tokens are computed. Tests are those of `jaxserve bench`. Times are milliseconds a step; `rest`
+is what passes outside the engine's stages: making requests, the loop of `LLM`, and outputs.
+"""
+
+import argparse
+import cProfile
+import pstats
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from jaxserve.engine import Engine
+from jaxserve.engine_client import InProcessClient
+from jaxserve.execution.batch_builder import BatchBuilder, PackedBatch
+from jaxserve.execution.buckets import make_bucket_table
+from jaxserve.execution.slot_record import SlotField
+from jaxserve.processing.output_processor import OutputProcessor
+from jaxserve.processing.request_loop import RequestLoop
+from jaxserve.processing.request_maker import RequestMaker
+from jaxserve.processing.sampling_limits import SamplingLimits
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.step import StepResult
+from server.bench.workloads import WORKLOADS, Workload
+
+VOCAB_SIZE, MAX_MODEL_LEN = 151_936, 4096
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1024, 8192
+PAGE_SIZE, NUM_PAGES = 16, 70_000
+STAGES = ("schedule", "build", "commit")
+
+
+class CountingRunner:
+    """A runner whose device only counts tokens; its result is there at once."""
+
+    def __init__(self, builder: BatchBuilder):
+        self._builder = builder
+        self._records = np.zeros((MAX_NUM_SEQS, 2), np.int32)  # tokens, computed tokens
+
+    def dispatch(self, batch: PackedBatch) -> StepResult:
+        """Count a step; the handle is the result."""
+        for buffer in batch.admissions:
+            self._admit(self._builder.admission_layout.split(buffer))
+        inputs = self._builder.layout(batch.bucket).split(batch.packed)
+        self._admit(inputs)
+        records = self._records[inputs["slot_ids"][: batch.num_rows]]
+        records[:, 1] += inputs["num_scheduled"][: batch.num_rows]
+        num_new = (records[:, 0] == records[:, 1]).astype(np.int32)
+        records[:, 0] += num_new
+        self._records[inputs["slot_ids"][: batch.num_rows]] = records
+        tokens = np.full((batch.num_rows, 1), 17, np.int32)
+        return StepResult(tokens=tokens, num_new=num_new, is_finite=np.ones(batch.num_rows, bool))
+
+    def collect(self, handle: StepResult) -> StepResult:
+        """Give the result back."""
+        return handle
+
+    def _admit(self, views: dict[str, np.ndarray]) -> None:
+        slots = views["admitted_slots"]
+        is_used = slots < MAX_NUM_SEQS
+        columns = [SlotField.NUM_TOKENS, SlotField.NUM_COMPUTED]
+        self._records[slots[is_used]] = views["admitted_records"][is_used][:, columns]
+
+
+def make_engine() -> Engine:
+    """An engine with the sizes that an H200 gets."""
+    buckets = make_bucket_table(
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        smallest_row_bucket=8,
+    )
+    builder = BatchBuilder(
+        buckets,
+        max_num_seqs=MAX_NUM_SEQS,
+        page_size=PAGE_SIZE,
+        num_pages=(NUM_PAGES,),
+        max_pages_per_seq=MAX_MODEL_LEN // PAGE_SIZE,
+        vocab_size=VOCAB_SIZE,
+    )
+    config = SchedulerConfig(
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        token_buckets=buckets.token_buckets,
+        row_buckets=buckets.row_buckets,
+    )
+    scheduler = Scheduler(config, (PagePool(NUM_PAGES, PAGE_SIZE),))
+    runner: Any = CountingRunner(builder)
+    return Engine(scheduler, builder, runner, max_steps_in_flight=2)
+
+
+class HostRun:
+    """The offline door around an engine without a device."""
+
+    def __init__(self) -> None:
+        self.engine = make_engine()
+        self._maker = RequestMaker(
+            tokenizer=None,
+            limits=SamplingLimits(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN),
+            eos_token_ids=(0,),
+            default_params=SamplingParams(),
+            chat_template=None,
+        )
+        self._loop = RequestLoop(InProcessClient(self.engine), OutputProcessor(None))
+
+    def run(self, workload: Workload) -> dict[str, float]:
+        """Run a workload once, as `LLM.generate` does; milliseconds a step by stage."""
+        prompts = [{"prompt_token_ids": list(ids)} for ids in workload.prompts]
+        params = [workload.sampling_params(n, detokenize=False) for n in workload.output_lens]
+        before, before_outputs = replace(self.engine.times), self._loop.output_seconds
+        start = time.perf_counter()
+        submissions = self._maker.of_prompts(prompts, params, RequestOutputKind.FINAL_ONLY)
+        made = time.perf_counter()
+        outputs = self._loop.run(submissions, lambda num_new: None)
+        end, after = time.perf_counter(), self.engine.times
+        assert [len(o.outputs[0].token_ids) for o in outputs] == list(workload.output_lens)
+        num_steps = after.num_steps - before.num_steps
+        seconds = {stage: getattr(after, stage) - getattr(before, stage) for stage in STAGES}
+        of_runner = after.dispatch + after.collect - before.dispatch - before.collect
+        seconds["rest"] = end - start - of_runner - sum(seconds.values())
+        seconds["of rest: making requests"] = made - start
+        seconds["of rest: outputs"] = self._loop.output_seconds - before_outputs
+        return {"steps": float(num_steps)} | {k: s / num_steps * 1e3 for k, s in seconds.items()}
+
+
+def main() -> None:
+    """Print a line a test; each figure is the least of the runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tests", nargs="*", default=list(WORKLOADS), metavar="TEST")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="print the slowest functions")
+    arguments = parser.parse_args()
+    host = HostRun()
+    for name in arguments.tests:
+        workload = WORKLOADS[name](VOCAB_SIZE)
+        runs = [host.run(workload) for _ in range(arguments.runs)]
+        best = {key: min(run[key] for run in runs) for key in runs[0]}
+        print(f"{name:17}", ", ".join(f"{key} {value:.3f}" for key, value in best.items()))
+        if arguments.profile:
+            with cProfile.Profile() as profile:
+                host.run(workload)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""ModelKernels: the operations a model is made of, chosen once, and their split over a mesh."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from models.layer_slice import LayerSlice
+from pallas_kernels import (
+    add_norm,
+    decode_attention,
+    gated_activation,
+    kv_write,
+    prefill_attention,
+    rotary_write,
+    skinny_product,
+    triton_decode,
+    triton_prefill,
+    triton_rotary_write,
+    xla_attention,
+    xla_fused,
+)
+from pallas_kernels.platform import AttentionBackend
+from pallas_kernels.xla_fused import Activation
+
+HEADS = PartitionSpec(None, "model", None)
+"""Of [T, N, H] queries and outputs."""
+PAGES = PartitionSpec(None, None, None, "model", None)
+"""Of [L, P, B, K, H] pages."""
+COLUMNS = PartitionSpec(None, "model")
+"""Of [T, F]."""
+COLUMN_PAIRS = PartitionSpec(None, None, "model")
+"""Of gate and up, [T, 2, F]."""
+WHOLE = PartitionSpec()
+"""Of what every device has all of: hidden states, norms, page tables, lengths, slots, offsets."""
+
+AnyMesh = Mesh | AbstractMesh
+Kernel = Callable[..., Any]
+
+MAX_SKINNY_ROWS = 64
+MAX_SKINNY_BYTES = 32 << 20
+"""Up to so many rows and bytes of a weight, a product is the skinny kernel's, which reads its slice
+of a stack of layers in place; XLA's are faster beyond (docs/performance.md)."""
+
+
+@dataclass(frozen=True)
+class ModelKernels:
+    """The functions of one backend, chosen once at construction.
+
+    A "sum" is a product's result [T, ...], or float32[P, T, ...] whose total over P is meant.
+
+    Attributes:
+      decode: attends the newest query of each row.
+      prefill: attends ragged chunks of queries.
+      rotary_write: a sum of [T, K, G + 2, H] to rotated queries; puts keys and values into pages.
+      add_norm: adds a sum to the residual, and normalises.
+      gated_activation: a sum of [T, 2, F] to [T, F].
+      product: `(x, weight, num_in_dims)` to a sum.
+    """
+
+    decode: Kernel
+    prefill: Kernel
+    rotary_write: Kernel
+    add_norm: Kernel
+    gated_activation: Kernel
+    product: Kernel
+
+
+def model_kernels(
+    backend: AttentionBackend, platform: str, mesh: AnyMesh | None = None
+) -> ModelKernels:
+    """The kernels of a backend on a JAX platform ("cpu" or "gpu").
+
+    Args:
+      backend: which version.
+      platform: chooses how XLA writes into pages.
+      mesh: the devices that share the heads; with more than one, each device runs the kernels on
+        its own KV heads and their query heads. K must be a multiple of the number of devices.
+    """
+    split_mesh = None if mesh is None or mesh.size == 1 else mesh
+    if backend == "mosaic":
+        return _mosaic_kernels(split_mesh)
+    if backend == "triton":
+        return _triton_kernels(split_mesh)
+    write = kv_write.write_by_loop if platform == "cpu" else kv_write.write_by_scatter
+    return _xla_kernels(write, split_mesh)
+
+
+def _xla_kernels(write: Kernel, mesh: AnyMesh | None) -> ModelKernels:
+    """Attention over gathered pages; what is not attention XLA splits over the mesh by itself."""
+    return ModelKernels(
+        decode=_split(xla_attention.decode_attention, mesh, *_DECODE),
+        prefill=_split(xla_attention.prefill_attention, mesh, *_PREFILL),
+        rotary_write=_split(functools.partial(_rotary_write_by_xla, write), mesh, *_ROTARY_WRITE),
+        add_norm=functools.partial(_add_norm, run=xla_fused.add_norm),
+        gated_activation=_gate_by_xla,
+        product=multiply,
+    )
+
+
+def _triton_kernels(mesh: AnyMesh | None) -> ModelKernels:
+    """Attention and the write into pages for NVIDIA GPUs without WGMMA; the rest is XLA's."""
+    write = functools.partial(_rotary_write, run=triton_rotary_write.rotary_write)
+    return replace(
+        _xla_kernels(kv_write.write_by_scatter, mesh),
+        decode=_split(triton_decode.decode_attention, mesh, *_DECODE),
+        prefill=_split(triton_prefill.prefill_attention, mesh, *_PREFILL),
+        rotary_write=_split(write, mesh, *_ROTARY_WRITE),
+    )
+
+
+def _mosaic_kernels(mesh: AnyMesh | None) -> ModelKernels:
+    """The kernels for Hopper.
+
+    Products are XLA's where devices share the weights: it adds up what each of them has.
+    """
+    return ModelKernels(
+        decode=_split(decode_attention.decode_attention, mesh, *_DECODE),
+        prefill=_split(prefill_attention.prefill_attention, mesh, *_PREFILL),
+        rotary_write=_split(_rotary_write, mesh, *_ROTARY_WRITE),
+        add_norm=_split(_add_norm, mesh, (WHOLE,) * 4, (WHOLE, WHOLE)),
+        gated_activation=_split(_gate, mesh, (COLUMN_PAIRS,), COLUMNS),
+        product=_skinny_or_multiply if mesh is None else multiply,
+    )
+
+
+_HEAD_ROWS = PartitionSpec(None, "model", None, None)  # of [T or L, K, G + 2, H]
+
+# What a split function takes and gives, as PartitionSpecs of its positional arrays.
+_CACHE = (PAGES, PAGES, WHOLE, WHOLE, WHOLE)  # k_pages, v_pages, layer, page_table, seq_lens
+_DECODE = ((HEADS, *_CACHE), HEADS)
+_PREFILL = ((HEADS, *_CACHE, WHOLE, WHOLE, HEADS), HEADS)
+_BIAS = LayerSlice(_HEAD_ROWS, WHOLE)  # pyright: ignore[reportArgumentType]
+_ROTARY_WRITE = (
+    # qkv, k_pages, v_pages, cache_layer, slots, cos, sin, bias, q_gains, k_gains
+    (_HEAD_ROWS, PAGES, PAGES, *(WHOLE,) * 4, _BIAS, WHOLE, WHOLE),
+    (HEADS, PAGES, PAGES),
+)
+
+
+def _split(kernel: Kernel, mesh: AnyMesh | None, in_specs: tuple, out_specs: Any) -> Kernel:
+    """The same function on global arrays, each device at its own part.
+
+    XLA cannot cut a Pallas kernel into parts; heads and columns need nothing of each other, so no
+    device talks to another here.
+
+    Args:
+      kernel: positional arrays are split as `in_specs`; keyword options are static.
+      mesh: None = one device; the function itself.
+      in_specs: of the positional arrays.
+      out_specs: of what comes out.
+    """
+    if mesh is None:
+        return kernel
+
+    def run(*arrays: Any, **options: Any) -> Any:
+        local = functools.partial(kernel, **options)
+        specs = tuple(
+            None if array is None else spec for array, spec in zip(arrays, in_specs, strict=True)
+        )
+        # A Pallas call does not say which axes its output varies over, so nothing can be checked.
+        split = jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+        )
+        return split(*arrays)
+
+    return run
+
+
+def _rotary_write(
+    qkv: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    cache_layer: jax.Array,
+    slots: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    bias: LayerSlice | None,
+    q_gains: LayerSlice | None,
+    k_gains: LayerSlice | None,
+    *,
+    eps: float,
+    gain_offset: float,
+    run: Kernel | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `rotary_write.rotary_write`, of a sum of [T, K, G + 2, H]; by `run`, or by what fits."""
+    K, G2, H = qkv.shape[-3:]
+    if run is None:
+        fits = rotary_write.fits_rotary_write(H, 2 * cos.shape[-1], k_pages.shape[-1])
+        by_scatter = functools.partial(xla_fused.rotary_write, write=kv_write.write_by_scatter)
+        run = rotary_write.rotary_write if fits else by_scatter
+    layers = [array.layer for array in (bias, q_gains, k_gains) if array is not None]
+    return run(
+        qkv.reshape(*qkv.shape[:-3], K * G2 * H),
+        k_pages,
+        v_pages,
+        layers[0] if layers else jnp.zeros(1, jnp.int32),
+        cache_layer,
+        slots,
+        cos,
+        sin,
+        num_kv_heads=K,
+        head_dim=H,
+        bias=None if bias is None else bias.stack.reshape(-1, K * G2 * H),
+        q_gains=None if q_gains is None else q_gains.stack,
+        k_gains=None if k_gains is None else k_gains.stack,
+        eps=eps,
+        gain_offset=gain_offset,
+    )
+
+
+def _rotary_write_by_xla(write: Kernel, *arrays: Any, **options: Any):
+    run = functools.partial(xla_fused.rotary_write, write=write)
+    return _rotary_write(*arrays, **options, run=run)
+
+
+def _add_norm(
+    x: jax.Array,
+    delta: jax.Array | None,
+    gains: LayerSlice,
+    delta_gains: LayerSlice | None = None,
+    *,
+    eps: float,
+    gain_offset: float,
+    run: Kernel | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`x + delta` for a sum delta, which may be normalised itself, and its norm.
+
+    A whole delta is XLA's to add: it does so within the product that gives it.
+    """
+    if delta is not None and delta.ndim == x.ndim and delta_gains is None:
+        x, delta = x + delta, None
+    if run is None:
+        fits = add_norm.fits_add_norm(x.shape[-1])
+        run = add_norm.add_norm if fits else xla_fused.add_norm
+    stack = None if delta_gains is None else delta_gains.stack
+    options = {"eps": eps, "gain_offset": gain_offset, "delta_gains": stack}
+    return run(x, delta, gains.stack, gains.layer, **options)
+
+
+def _gate(gate_up: jax.Array, *, dtype: jnp.dtype, activation: Activation) -> jax.Array:
+    """A sum of [T, 2, F] to `activation(gate) * up`, [T, F] in the dtype."""
+    F = gate_up.shape[-1]
+    if not gated_activation.fits_gated_activation(F):
+        return _gate_by_xla(gate_up, dtype=dtype, activation=activation)
+    flat = gate_up.reshape(*gate_up.shape[:-2], 2 * F)
+    return gated_activation.gated_activation(flat, activation=activation, dtype=dtype)
+
+
+def _gate_by_xla(gate_up: jax.Array, *, dtype: jnp.dtype, activation: Activation) -> jax.Array:
+    """The same, not flattened: [T, 2 * F] could not say that F is split over a mesh."""
+    gate_up = total(gate_up, 3, dtype)
+    return xla_fused.ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
+
+
+def total(y: jax.Array, num_axes: int, dtype: jnp.dtype) -> jax.Array:
+    """A sum as one array.
+
+    Args:
+      y: a sum.
+      num_axes: of the result.
+      dtype: of the result.
+    """
+    return y if y.ndim == num_axes else y.sum(0).astype(dtype)
+
+
+def product_precision(dtype: jnp.dtype) -> lax.Precision | None:
+    """Float32 models multiply in full float32 on every device (GPUs default to TF32)."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
+    """A product by XLA, which flattens what is fused, but after it has split it over a mesh.
+
+    Flattened here, gate and up `[D, 2, F]` would be gathered whole on every device, since a
+    matrix `[D, 2 * F]` cannot say that it is split over F alone.
+
+    Args:
+      x: [T, *in_dims].
+      weight: [*in_dims, *out_dims].
+      num_in_dims: how many axes are contracted.
+
+    Returns:
+      [T, *out_dims] in x's dtype.
+    """
+    in_size = math.prod(weight.shape[:num_in_dims])
+    return jnp.tensordot(
+        x.reshape(x.shape[0], in_size),
+        weight[...].reshape(in_size, *weight.shape[num_in_dims:]),
+        axes=1,
+        precision=product_precision(weight.dtype),
+    )
+
+
+def _skinny_or_multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
+    """Few rows by the skinny kernel, a sum of [T, *out_dims]; more by XLA."""
+    in_size = math.prod(weight.shape[:num_in_dims])
+    flat = x.reshape(x.shape[0], in_size)
+    stack = weight.stack.reshape(weight.stack.shape[0], in_size, -1)
+    fits = skinny_product.fits_skinny_product(flat.shape, stack.shape, x.dtype, transposed=False)
+    num_bytes = math.prod(weight.shape) * weight.dtype.itemsize
+    if x.shape[0] > MAX_SKINNY_ROWS or num_bytes > MAX_SKINNY_BYTES or not fits:
+        return multiply(x, weight, num_in_dims)
+    parts = skinny_product.skinny_product(flat, stack, weight.layer)
+    return parts.reshape(*parts.shape[:2], *weight.shape[num_in_dims:])
