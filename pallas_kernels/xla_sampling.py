@@ -52,7 +52,7 @@ def sample(
     # Behind the barrier x is computed once: fusions that compute it anew may differ in a bit.
     x = lax.optimization_barrier(logits * limits.scale[:, None])
     peak = jnp.max(x, axis=-1)
-    floor = jnp.maximum(peak + limits.log2_min_p, _kth_highest(x, limits.top_k))
+    floor = jnp.maximum(peak + limits.log2_min_p, _kth_highest(x, limits.top_k, is_finite))
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     noise = gumbel_noise(index, keys[:, :1], keys[:, 1:])
     is_allowed = x >= floor[:, None]
@@ -91,8 +91,11 @@ def _draw(
     return lax.while_loop(lambda state: ~state[2].all(), draw, start)[1]
 
 
-def _kth_highest(x: jax.Array, top_k: jax.Array) -> jax.Array:
-    """float32[S]: what exactly the `top_k` highest of a row and their equals reach; -inf = all."""
+def _kth_highest(x: jax.Array, top_k: jax.Array, is_finite: jax.Array) -> jax.Array:
+    """float32[S]: what exactly the `top_k` highest of a row and their equals reach; -inf = all.
+
+    Rows that are not finite are not searched: 1 above a NaN may be the lowest integer.
+    """
     num_rows = x.shape[0]
 
     def search(state):
@@ -106,6 +109,6 @@ def _kth_highest(x: jax.Array, top_k: jax.Array) -> jax.Array:
 
     low = jnp.full(num_rows, to_ordered(jnp.float32(-jnp.inf)), jnp.int32)
     high = to_ordered(jnp.max(x, axis=-1)) + 1
-    start = (low, high, top_k == 0)
+    start = (low, high, (top_k == 0) | ~is_finite)
     low, _, _ = lax.while_loop(lambda state: ~state[2].all(), search, start)
     return from_ordered(low)
