@@ -12,22 +12,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from models.layer_slice import LayerSlice
-from pallas_kernels import (
-    add_norm,
-    decode_attention,
-    gated_activation,
-    kv_write,
-    prefill_attention,
-    rotary_write,
-    skinny_product,
-    triton_decode,
-    triton_prefill,
-    triton_rotary_write,
-    xla_attention,
-    xla_fused,
-)
+from pallas_kernels.attention import decode_attention, prefill_attention, xla_attention
+from pallas_kernels.fused import add_norm, gated_activation, kv_write, rotary_write, xla_fused
+from pallas_kernels.fused.xla_fused import Activation
 from pallas_kernels.platform import AttentionBackend
-from pallas_kernels.xla_fused import Activation
+from pallas_kernels.products import skinny_product
+from pallas_kernels.triton_gpu import triton_decode, triton_prefill, triton_rotary_write
 
 HEADS = PartitionSpec(None, "model", None)
 """Of [T, N, H] queries and outputs."""

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import jax
 
-from pallas_kernels.triton_launch import import_jax_triton
+from pallas_kernels.triton_gpu.triton_launch import import_jax_triton
 
 logger = logging.getLogger(__name__)
 

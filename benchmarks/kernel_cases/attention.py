@@ -11,12 +11,12 @@ import numpy as np
 from jax import lax
 
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array, seconds_a_call
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.paged_inputs import PrefillTiles
+from pallas_kernels.attention.decode_attention import decode_attention
+from pallas_kernels.attention.paged_inputs import PrefillTiles
+from pallas_kernels.attention.prefill_attention import prefill_attention, prefill_tiles
+from pallas_kernels.attention.reference import paged_attention
+from pallas_kernels.attention.tuning import prefill_tuning
 from pallas_kernels.platform import gpu_kind
-from pallas_kernels.prefill_attention import prefill_attention, prefill_tiles
-from pallas_kernels.reference import paged_attention
-from pallas_kernels.tuning import prefill_tuning
 
 TOLERANCE = 0.01
 FLOPS_PER_SECOND = 7.9e14  # of large bfloat16 products on an H200

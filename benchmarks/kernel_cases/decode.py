@@ -10,9 +10,9 @@ import numpy as np
 
 from benchmarks.kernel_cases.attention import LAYERS, check, timed_cache
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array, seconds_a_call
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.decode_plan import plan_decode
-from pallas_kernels.tuning import DecodeTuningConfig, decode_tuning
+from pallas_kernels.attention.decode_attention import decode_attention
+from pallas_kernels.attention.decode_plan import plan_decode
+from pallas_kernels.attention.tuning import DecodeTuningConfig, decode_tuning
 
 CALLS_A_LOOP = 2 * LAYERS
 SMALL, LARGE = 16, 32  # query heads of 0.6B and 8B; both have 8 KV heads of 128

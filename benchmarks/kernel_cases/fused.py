@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array
-from pallas_kernels import xla_fused
-from pallas_kernels.add_norm import AddNormTuning, add_norm
-from pallas_kernels.gated_activation import GatedActivationTuning, gated_activation
-from pallas_kernels.kv_write import write_by_scatter
-from pallas_kernels.rotary_write import RotaryWriteTuning, rotary_write
+from pallas_kernels.fused import xla_fused
+from pallas_kernels.fused.add_norm import AddNormTuning, add_norm
+from pallas_kernels.fused.gated_activation import GatedActivationTuning, gated_activation
+from pallas_kernels.fused.kv_write import write_by_scatter
+from pallas_kernels.fused.rotary_write import RotaryWriteTuning, rotary_write
 
 TOLERANCE = 0.01
 LAYERS = 4  # of the stacked weights and pages

@@ -12,9 +12,9 @@ from jax import lax
 
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array
 from pallas_kernels.platform import gpu_kind
-from pallas_kernels.product_schedule import make_schedule
-from pallas_kernels.product_tuning import ProductTuningConfig, product_tuning
-from pallas_kernels.skinny_product import skinny_product
+from pallas_kernels.products.product_schedule import make_schedule
+from pallas_kernels.products.product_tuning import ProductTuningConfig, product_tuning
+from pallas_kernels.products.skinny_product import skinny_product
 
 TOLERANCE = 1e-3  # sums of equal products of bfloat16, in another order
 ROTATED_BYTES = 200e6  # of weights that calls take turns over, so that L2 cannot serve them

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array
-from pallas_kernels import sampling, sampling_reference, xla_sampling
-from pallas_kernels.sampling_inputs import row_limits
-from pallas_kernels.sampling_noise import gumbel_noise, row_keys
-from pallas_kernels.sampling_passes import SamplingTuningConfig
+from pallas_kernels.sampling import sampling, sampling_reference, xla_sampling
+from pallas_kernels.sampling.sampling_inputs import row_limits
+from pallas_kernels.sampling.sampling_noise import gumbel_noise, row_keys
+from pallas_kernels.sampling.sampling_passes import SamplingTuningConfig
 
 VOCABULARY = 151_936
 FLAT, PEAKED = 0.6, 4.0

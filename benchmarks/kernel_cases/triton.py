@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from benchmarks.kernel_cases import attention, decode, fused
 from benchmarks.kernel_cases.attention import FLOPS_PER_SECOND, LAYERS, timed_cache
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array, seconds_a_call
-from pallas_kernels.triton_decode import TritonDecodeTuning, decode_attention
-from pallas_kernels.triton_launch import import_jax_triton
-from pallas_kernels.triton_prefill import TritonPrefillTuning, prefill_attention
-from pallas_kernels.triton_rotary_write import rotary_write
+from pallas_kernels.triton_gpu.triton_decode import TritonDecodeTuning, decode_attention
+from pallas_kernels.triton_gpu.triton_launch import import_jax_triton
+from pallas_kernels.triton_gpu.triton_prefill import TritonPrefillTuning, prefill_attention
+from pallas_kernels.triton_gpu.triton_rotary_write import rotary_write
 
 OLDER = 80  # capability whose code runs on every later GPU
 TABLE_TOKENS = 4096  # that a row of a timed page table can hold, as in an engine

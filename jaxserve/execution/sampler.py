@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxserve.execution.sample_mode import SampleMode
-from pallas_kernels import sampling, xla_sampling
 from pallas_kernels.platform import choose_attention_backend
-from pallas_kernels.sampling_noise import row_keys
+from pallas_kernels.sampling import sampling, xla_sampling
+from pallas_kernels.sampling.sampling_noise import row_keys
 
 NUM_TOP_LOGPROBS = 20
 """Log-probabilities that the device returns for a row; `max_logprobs` cannot exceed it."""

@@ -13,7 +13,7 @@ from models.kernels import model_kernels
 from models.kv_cache import cache_geometries, layer_places
 from models.layers import OffsetRMSNorm, ScaledEmbedding, compute_logits
 from models.loading.placements import decoder_placements
-from pallas_kernels.xla_fused import ACTIVATIONS
+from pallas_kernels.fused.xla_fused import ACTIVATIONS
 from tests.models.tiny_models import LLAMA, make_layout
 
 

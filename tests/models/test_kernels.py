@@ -9,13 +9,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from models.kernels import COLUMN_PAIRS, HEADS, PAGES, WHOLE, model_kernels, multiply
 from models.layer_slice import LayerSlice
-from pallas_kernels import (
-    decode_attention,
-    prefill_attention,
-    triton_decode,
-    triton_prefill,
-    xla_attention,
-)
+from pallas_kernels.attention import decode_attention, prefill_attention, xla_attention
+from pallas_kernels.triton_gpu import triton_decode, triton_prefill
 from tests.models.tiny_models import one_device
 
 S, B, H, F = 8, 16, 128, 512

@@ -9,7 +9,7 @@ import pytest
 
 from models.errors import ModelLoadError
 from models.rotary import inverse_frequencies, rotary_angles
-from pallas_kernels import xla_fused
+from pallas_kernels.fused import xla_fused
 from tests.models.tiny_models import tiny_config
 
 HEAD_DIM, THETA = 64, 500000.0

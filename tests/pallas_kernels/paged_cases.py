@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.reference import paged_attention
+from pallas_kernels.attention.reference import paged_attention
 
 GARBAGE_ID = 2**30
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import xla_fused
-from pallas_kernels.add_norm import (
+from pallas_kernels.fused import xla_fused
+from pallas_kernels.fused.add_norm import (
     AddNormTuning,
     add_norm,
     choose_add_norm_tuning,

@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.mosaic.gpu import core
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-import pallas_kernels
+from pallas_kernels import attention
+from pallas_kernels.attention.decode_attention import decode_attention
+from pallas_kernels.attention.prefill_attention import prefill_attention
 from pallas_kernels.cacheable_kernels import make_kernels_cacheable
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.prefill_attention import prefill_attention
 
 S, N, K, H = 8, 8, 2, 128
 
@@ -49,9 +49,9 @@ def moved(tmp_path, monkeypatch) -> tuple[Any, Any]:
     """The same two kernels from files with other names, in another folder, on other lines."""
     monkeypatch.syspath_prepend(tmp_path)
     names = r"(mosaic_attention|decode_\w+|prefill_\w+)"
-    for path in Path(pallas_kernels.__path__[0]).glob("*.py"):
+    for path in Path(attention.__path__[0]).glob("*.py"):
         if re.fullmatch(names, path.stem):
-            text = re.sub(rf"\bpallas_kernels\.{names}", r"moved_\1", path.read_text())
+            text = re.sub(rf"\bpallas_kernels\.attention\.{names}", r"moved_\1", path.read_text())
             (tmp_path / f"moved_{path.name}").write_text("\n" * 5 + text)
     decode = importlib.import_module("moved_decode_attention")
     prefill = importlib.import_module("moved_prefill_attention")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.decode_plan import plan_decode
-from pallas_kernels.tuning import DecodeTuningConfig, decode_tuning
+from pallas_kernels.attention.decode_attention import decode_attention
+from pallas_kernels.attention.decode_plan import plan_decode
+from pallas_kernels.attention.tuning import DecodeTuningConfig, decode_tuning
 from tests.pallas_kernels.paged_cases import assert_matches_reference, decode_case, make_inputs
 
 INTERPRETED = [

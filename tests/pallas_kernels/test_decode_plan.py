@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_plan import DecodePlan, plan_decode
-from pallas_kernels.tuning import DecodeTuningConfig
+from pallas_kernels.attention.decode_plan import DecodePlan, plan_decode
+from pallas_kernels.attention.tuning import DecodeTuningConfig
 
 BLOCK = 64
 TUNING = DecodeTuningConfig(

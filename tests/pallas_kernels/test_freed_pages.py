@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import decode_attention, prefill_attention, xla_attention
-from pallas_kernels.tuning import prefill_tuning
+from pallas_kernels.attention import decode_attention, prefill_attention, xla_attention
+from pallas_kernels.attention.tuning import prefill_tuning
 from tests.pallas_kernels.paged_cases import (
     PagedCase,
     assert_matches_reference,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import xla_fused
-from pallas_kernels.gated_activation import (
+from pallas_kernels.fused import xla_fused
+from pallas_kernels.fused.gated_activation import (
     GatedActivationTuning,
     fits_gated_activation,
     gated_activation,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_write import write_by_loop, write_by_scatter
+from pallas_kernels.fused.kv_write import write_by_loop, write_by_scatter
 
 L, P, B, K, H = 3, 5, 16, 2, 8
 WRITES = [write_by_loop, write_by_scatter]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_inputs import (
+from pallas_kernels.attention.paged_inputs import (
     check_paged_inputs,
     max_query_tiles,
     plan_prefill_tiles,

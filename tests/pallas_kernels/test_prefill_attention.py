@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_inputs import PrefillTiles
+from pallas_kernels.attention.paged_inputs import PrefillTiles
+from pallas_kernels.attention.prefill_attention import prefill_attention, prefill_tiles
+from pallas_kernels.attention.tuning import PrefillTuningConfig, prefill_tuning
 from pallas_kernels.platform import gpu_kind
-from pallas_kernels.prefill_attention import prefill_attention, prefill_tiles
-from pallas_kernels.tuning import PrefillTuningConfig, prefill_tuning
 from tests.pallas_kernels.paged_cases import (
     PagedCase,
     PagedInputs,

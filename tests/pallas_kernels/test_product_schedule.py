@@ -2,8 +2,8 @@
 
 import pytest
 
-from pallas_kernels.product_schedule import make_schedule
-from pallas_kernels.product_tuning import ProductTuningConfig, product_tuning
+from pallas_kernels.products.product_schedule import make_schedule
+from pallas_kernels.products.product_tuning import ProductTuningConfig, product_tuning
 from tests.pallas_kernels.test_skinny_product import REAL
 
 SMEM_BYTES = 232_448

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pallas_kernels.reference import paged_attention
+from pallas_kernels.attention.reference import paged_attention
 from tests.pallas_kernels.paged_cases import PagedCase, make_inputs
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import xla_fused
-from pallas_kernels.kv_write import write_by_loop, write_by_scatter
-from pallas_kernels.rotary_write import RotaryWriteTuning, fits_rotary_write, rotary_write
+from pallas_kernels.fused import xla_fused
+from pallas_kernels.fused.kv_write import write_by_loop, write_by_scatter
+from pallas_kernels.fused.rotary_write import RotaryWriteTuning, fits_rotary_write, rotary_write
 
 INTERPRET = plgpu.InterpretGPUParams()
 LAYER, CACHE_LAYER = jnp.array([2], jnp.int32), jnp.array([1], jnp.int32)

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import sampling, sampling_reference, xla_sampling
-from pallas_kernels.sampling_inputs import from_ordered, middle, to_ordered
-from pallas_kernels.sampling_noise import gumbel_noise, row_keys
-from pallas_kernels.sampling_passes import SamplingTuningConfig
+from pallas_kernels.sampling import sampling, sampling_reference, xla_sampling
+from pallas_kernels.sampling.sampling_inputs import from_ordered, middle, to_ordered
+from pallas_kernels.sampling.sampling_noise import gumbel_noise, row_keys
+from pallas_kernels.sampling.sampling_passes import SamplingTuningConfig
 
 VOCAB = 97
 FEW_TILES = SamplingTuningConfig(warpgroups=2, tile_lines=4, num_stages=2)

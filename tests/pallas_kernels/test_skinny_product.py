@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.product_tuning import ProductTuningConfig
-from pallas_kernels.skinny_product import fits_skinny_product, skinny_product
+from pallas_kernels.products.product_tuning import ProductTuningConfig
+from pallas_kernels.products.skinny_product import fits_skinny_product, skinny_product
 
 # K, N, transposed: the weights of Llama-3-8B and Qwen3-0.6B
 REAL = [

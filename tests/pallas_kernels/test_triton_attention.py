@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.triton_decode import decode_attention
-from pallas_kernels.triton_prefill import prefill_attention
+from pallas_kernels.triton_gpu.triton_decode import decode_attention
+from pallas_kernels.triton_gpu.triton_prefill import prefill_attention
 from tests.conftest import REPOSITORY
 from tests.pallas_kernels.paged_cases import (
     PagedCase,
@@ -165,7 +165,7 @@ def test_options_that_do_not_fit_are_refused():
 
 
 def test_the_signatures_are_those_of_the_xla_version():
-    xla = importlib.import_module("pallas_kernels.xla_attention")
+    xla = importlib.import_module("pallas_kernels.attention.xla_attention")
     for ours, theirs in (
         (decode_attention, xla.decode_attention),
         (prefill_attention, xla.prefill_attention),

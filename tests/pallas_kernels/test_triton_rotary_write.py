@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import xla_fused
-from pallas_kernels.kv_write import write_by_scatter
-from pallas_kernels.triton_rotary_write import rotary_write
+from pallas_kernels.fused import xla_fused
+from pallas_kernels.fused.kv_write import write_by_scatter
+from pallas_kernels.triton_gpu.triton_rotary_write import rotary_write
 from tests.pallas_kernels.test_rotary_write import assert_close, make_inputs
 
 # From jax-triton 0.4 on, which still has no other way for an array that XLA donates.

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pallas_kernels import tuning
-from pallas_kernels.mosaic_attention import STORED_HEAD_DIMS
-from pallas_kernels.tuning import DecodeTuningConfig, decode_tuning, prefill_tuning
+from pallas_kernels.attention import tuning
+from pallas_kernels.attention.mosaic_attention import STORED_HEAD_DIMS
+from pallas_kernels.attention.tuning import DecodeTuningConfig, decode_tuning, prefill_tuning
 
 
 @pytest.mark.parametrize("head_dim", STORED_HEAD_DIMS)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import xla_attention
-from pallas_kernels.xla_attention import decode_attention, prefill_attention
+from pallas_kernels.attention import xla_attention
+from pallas_kernels.attention.xla_attention import decode_attention, prefill_attention
 from tests.pallas_kernels.paged_cases import (
     PagedCase,
     assert_matches_reference,

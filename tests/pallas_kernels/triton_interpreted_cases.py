@@ -9,11 +9,11 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import xla_fused
-from pallas_kernels.kv_write import write_by_loop
-from pallas_kernels.triton_decode import TritonDecodeTuning, decode_attention
-from pallas_kernels.triton_prefill import TritonPrefillTuning, prefill_attention
-from pallas_kernels.triton_rotary_write import rotary_write
+from pallas_kernels.fused import xla_fused
+from pallas_kernels.fused.kv_write import write_by_loop
+from pallas_kernels.triton_gpu.triton_decode import TritonDecodeTuning, decode_attention
+from pallas_kernels.triton_gpu.triton_prefill import TritonPrefillTuning, prefill_attention
+from pallas_kernels.triton_gpu.triton_rotary_write import rotary_write
 from tests.pallas_kernels import triton_interpreter
 from tests.pallas_kernels.paged_cases import (
     PagedCase,

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.cacheable_kernels import make_kernels_cacheable
 from pallas_kernels.platform import gpu_kind
-from pallas_kernels.product_schedule import TILE_COLUMNS, ProductSchedule, make_schedule
-from pallas_kernels.product_tuning import ProductTuningConfig, product_tuning
+from pallas_kernels.products.product_schedule import TILE_COLUMNS, ProductSchedule, make_schedule
+from pallas_kernels.products.product_tuning import ProductTuningConfig, product_tuning
 
 make_kernels_cacheable()
 

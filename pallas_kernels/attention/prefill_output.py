@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_attention import TILE_ROWS
-from pallas_kernels.prefill_work import Refs
+from pallas_kernels.attention.mosaic_attention import TILE_ROWS
+from pallas_kernels.attention.prefill_work import Refs
 
 
 def write_tile(

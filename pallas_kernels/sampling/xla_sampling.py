@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sampling_inputs import (
+from pallas_kernels.sampling.sampling_inputs import (
     RowLimits,
     from_ordered,
     middle,
     row_limits,
     to_ordered,
 )
-from pallas_kernels.sampling_noise import gumbel_noise
+from pallas_kernels.sampling.sampling_noise import gumbel_noise
 
 
 @jax.jit

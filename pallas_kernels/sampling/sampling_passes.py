@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sampling_inputs import MAX_VOCABULARY
-from pallas_kernels.sampling_noise import gumbel_noise
+from pallas_kernels.sampling.sampling_inputs import MAX_VOCABULARY
+from pallas_kernels.sampling.sampling_noise import gumbel_noise
 
 LINE = 128  # logits that a warp holds, 4 a thread
 BLOCK_LINES = 4  # a line for each warp of a warpgroup

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sampling_inputs import row_limits
-from pallas_kernels.sampling_noise import gumbel_noise
+from pallas_kernels.sampling.sampling_inputs import row_limits
+from pallas_kernels.sampling.sampling_noise import gumbel_noise
 
 
 def sample(

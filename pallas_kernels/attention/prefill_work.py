@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic_attention import TILE_ROWS, BlockPlan
+from pallas_kernels.attention.mosaic_attention import TILE_ROWS, BlockPlan
 
 
 class Refs(NamedTuple):

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.fused_inputs import Activation, check_gate_up_inputs
-from pallas_kernels.mosaic_rows import (
+from pallas_kernels.fused.fused_inputs import Activation, check_gate_up_inputs
+from pallas_kernels.fused.mosaic_rows import (
     COMPILER_PARAMS,
     MAX_VECTOR,
     WARP_LANES,

@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fused_inputs import check_shape, check_sum
-from pallas_kernels.mosaic_rows import (
+from pallas_kernels.fused.fused_inputs import check_shape, check_sum
+from pallas_kernels.fused.mosaic_rows import (
     COMPILER_PARAMS,
     MAX_VECTOR,
     WARP_LANES,

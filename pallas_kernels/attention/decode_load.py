@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_block import Segment, Shared, Sizes, steps_of, visible_start
+from pallas_kernels.attention.decode_block import Segment, Shared, Sizes, steps_of, visible_start
 
 WARPS = 4  # of a warpgroup
 QUERY_WARP = 3

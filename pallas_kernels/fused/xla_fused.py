@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.fused_inputs import (
+from pallas_kernels.fused.fused_inputs import (
     Activation,
     check_gate_up_inputs,
     check_rotary_inputs,
@@ -20,7 +20,7 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 
-# (pages, layer, slots, new) -> pages: one of pallas_kernels.kv_write
+# (pages, layer, slots, new) -> pages: one of pallas_kernels.fused.kv_write
 WritePages = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -39,7 +39,7 @@ def add_norm(
     gain_offset: float = 0.0,
     delta_gains: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `pallas_kernels.add_norm.add_norm`, for any float type."""
+    """As `pallas_kernels.fused.add_norm.add_norm`, for any float type."""
     check_shape("gains", gains, (None, x.shape[1]))
     if delta is not None:
         check_sum("delta", delta, x.shape[1], x.dtype)
@@ -71,9 +71,9 @@ def rotary_write(
     eps: float = 0.0,
     gain_offset: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `pallas_kernels.rotary_write.rotary_write`, for any float type.
+    """As `pallas_kernels.fused.rotary_write.rotary_write`, for any float type.
 
-    `write` is `write_by_loop` (CPUs) or `write_by_scatter` (GPUs) of `pallas_kernels.kv_write`.
+    `write` is one of `pallas_kernels.fused.kv_write`: `write_by_loop` (CPUs) or `write_by_scatter`.
     """
     group = check_rotary_inputs(
         qkv, k_pages, v_pages, slots, (cos, sin), bias, (q_gains, k_gains), num_kv_heads, head_dim
@@ -100,7 +100,7 @@ def gated_activation(
     bias: jax.Array | None = None,
     layer: jax.Array | None = None,
 ) -> jax.Array:
-    """As `pallas_kernels.gated_activation.gated_activation`, for any float type."""
+    """As `pallas_kernels.fused.gated_activation.gated_activation`, for any float type."""
     check_gate_up_inputs(gate_up, activation, dtype, bias, layer)
     whole = total(gate_up, dtype)
     if bias is not None and layer is not None:

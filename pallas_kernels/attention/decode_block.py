@@ -15,7 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_inline import BY_COLUMN, column_reduce, scratch_size, store_weights
+from pallas_kernels.attention.decode_inline import (
+    BY_COLUMN,
+    column_reduce,
+    scratch_size,
+    store_weights,
+)
 
 MASKED = -1e30  # a logit that no key has; finite, so that MASKED - MASKED is not NaN
 LOG2_E = math.log2(math.e)

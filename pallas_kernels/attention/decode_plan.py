@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.attention.tuning import DecodeTuningConfig, decode_tuning
 from pallas_kernels.platform import gpu_kind
-from pallas_kernels.tuning import DecodeTuningConfig, decode_tuning
 
 SHARE_FIELDS = 9
 NEVER = jnp.iinfo(jnp.int32).max

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cacheable_kernels import make_kernels_cacheable
-from pallas_kernels.sampling_inputs import from_ordered, middle, row_limits, to_ordered
-from pallas_kernels.sampling_passes import (
+from pallas_kernels.sampling.sampling_inputs import from_ordered, middle, row_limits, to_ordered
+from pallas_kernels.sampling.sampling_passes import (
     LINE,
     LOWEST,
     Row,

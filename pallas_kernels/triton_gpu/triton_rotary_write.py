@@ -5,8 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fused_inputs import check_rotary_inputs
-from pallas_kernels.triton_launch import import_jax_triton, launch, passes_aliased_outputs
+from pallas_kernels.fused.fused_inputs import check_rotary_inputs
+from pallas_kernels.triton_gpu.triton_launch import (
+    import_jax_triton,
+    launch,
+    passes_aliased_outputs,
+)
 
 MANY_TOKENS = 1024  # from here on, bandwidth counts and no longer a token's latency
 
@@ -66,7 +70,7 @@ def rotary_write(
         qkv, k_pages, v_pages, slots, (cos, sin), bias, (q_gains, k_gains), num_kv_heads, head_dim
     )
     import_jax_triton()
-    from pallas_kernels import triton_rotary_write_kernel as kernels
+    from pallas_kernels.triton_gpu import triton_rotary_write_kernel as kernels
 
     T, half, stored = slots.shape[0], cos.shape[1], k_pages.shape[4]
     tokens, num_warps = (16, 4) if T >= MANY_TOKENS else (4, 1)

@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.cacheable_kernels import make_kernels_cacheable
-from pallas_kernels.decode_block import (
+from pallas_kernels.attention.decode_block import (
     MASKED,
     SHARED_BYTES,
     Segment,
@@ -30,13 +29,14 @@ from pallas_kernels.decode_block import (
     steps_of,
     store_sums,
 )
-from pallas_kernels.decode_inline import arrive, store_columns
-from pallas_kernels.decode_load import load_segments, read_segment
-from pallas_kernels.decode_plan import SHARE_FIELDS, DecodePlan, plan_decode
-from pallas_kernels.mosaic_attention import check_mosaic_inputs
-from pallas_kernels.paged_inputs import check_paged_inputs
+from pallas_kernels.attention.decode_inline import arrive, store_columns
+from pallas_kernels.attention.decode_load import load_segments, read_segment
+from pallas_kernels.attention.decode_plan import SHARE_FIELDS, DecodePlan, plan_decode
+from pallas_kernels.attention.mosaic_attention import check_mosaic_inputs
+from pallas_kernels.attention.paged_inputs import check_paged_inputs
+from pallas_kernels.attention.tuning import DecodeTuningConfig, decode_tuning
+from pallas_kernels.cacheable_kernels import make_kernels_cacheable
 from pallas_kernels.platform import gpu_kind
-from pallas_kernels.tuning import DecodeTuningConfig, decode_tuning
 
 make_kernels_cacheable()
 

@@ -3,7 +3,7 @@
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels.triton_blocks import LOWEST, MASKED, attend_blocks
+from pallas_kernels.triton_gpu.triton_blocks import LOWEST, MASKED, attend_blocks
 
 PIECES_TOGETHER = tl.constexpr(16)  # pieces whose sums are read at the same time
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_attention import (
+from pallas_kernels.attention.mosaic_attention import (
     LOG2_E,
     MASKED,
     TILE_ROWS,
@@ -28,8 +28,8 @@ from pallas_kernels.mosaic_attention import (
     to_log2,
     zero_values_outside,
 )
-from pallas_kernels.prefill_work import Span
-from pallas_kernels.tuning import PrefillTuningConfig
+from pallas_kernels.attention.prefill_work import Span
+from pallas_kernels.attention.tuning import PrefillTuningConfig
 
 Visible = Callable[[jax.Array, jax.Array], jax.Array]
 

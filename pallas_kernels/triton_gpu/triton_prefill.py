@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.paged_inputs import check_paged_inputs, plan_prefill_tiles
-from pallas_kernels.triton_launch import check_triton_inputs, import_jax_triton, launch
+from pallas_kernels.attention.paged_inputs import check_paged_inputs, plan_prefill_tiles
+from pallas_kernels.triton_gpu.triton_launch import check_triton_inputs, import_jax_triton, launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def prefill_attention(
             f"got {decoded.shape=} {decoded.dtype}"
         )
     import_jax_triton()
-    from pallas_kernels import triton_prefill_kernels as kernels
+    from pallas_kernels.triton_gpu import triton_prefill_kernels as kernels
 
     num_tokens, num_heads, head_dim = q.shape
     _, num_pages, page_size, num_kv_heads, _ = k_pages.shape

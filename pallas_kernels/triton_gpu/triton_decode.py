@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_inputs import check_paged_inputs
-from pallas_kernels.triton_launch import check_triton_inputs, import_jax_triton, launch
+from pallas_kernels.attention.paged_inputs import check_paged_inputs
+from pallas_kernels.triton_gpu.triton_launch import check_triton_inputs, import_jax_triton, launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def _most_pieces(
 def _launch(inputs, pieces: int, split_tokens: int | None, tuning, options) -> jax.Array:
     """One kernel for one piece a row, else two, which meet in float32 arrays."""
     import_jax_triton()
-    from pallas_kernels import triton_decode_kernels as kernels
+    from pallas_kernels.triton_gpu import triton_decode_kernels as kernels
 
     q, seq_lens = inputs[0], inputs[-1]
     num_rows, num_heads, head_dim = q.shape

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic_attention import (
+from pallas_kernels.attention.mosaic_attention import (
     COMPILER_PARAMS,
     TILE_ROWS,
     TILED,
@@ -21,15 +21,14 @@ from pallas_kernels.mosaic_attention import (
     load_blocks,
     ring_scratch,
 )
-from pallas_kernels.paged_inputs import (
+from pallas_kernels.attention.paged_inputs import (
     PrefillTiles,
     check_paged_inputs,
     max_query_tiles,
     plan_prefill_tiles,
 )
-from pallas_kernels.platform import gpu_kind
-from pallas_kernels.prefill_output import write_other_tokens, write_tile
-from pallas_kernels.prefill_schedule import (
+from pallas_kernels.attention.prefill_output import write_other_tokens, write_tile
+from pallas_kernels.attention.prefill_schedule import (
     Tile,
     attend,
     begin_turns,
@@ -37,8 +36,9 @@ from pallas_kernels.prefill_schedule import (
     skip,
     turns_scratch,
 )
-from pallas_kernels.prefill_work import Refs, Work, for_each_work, span_of
-from pallas_kernels.tuning import PrefillTuningConfig, prefill_tuning
+from pallas_kernels.attention.prefill_work import Refs, Work, for_each_work, span_of
+from pallas_kernels.attention.tuning import PrefillTuningConfig, prefill_tuning
+from pallas_kernels.platform import gpu_kind
 
 ALIGNMENT = 8  # TMA reads q in tiles of 8 tokens
 

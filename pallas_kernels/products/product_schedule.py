@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from pallas_kernels.product_tuning import ProductTuningConfig
+from pallas_kernels.products.product_tuning import ProductTuningConfig
 
 TILE_COLUMNS = 64  # weight columns of one WGMMA
 _MIN_STAGES = 4  # while one is consumed, the others are in flight

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_inputs import check_paged_inputs, mask_queries, plan_query_tiles
+from pallas_kernels.attention.paged_inputs import check_paged_inputs, mask_queries, plan_query_tiles
 
 BLOCK_TOKENS = 128  # keys a step of the loop; 100 keys of a small model cost one step
 TILE_TOKENS = 64  # queries a tile of prefill

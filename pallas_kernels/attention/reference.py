@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_inputs import check_paged_inputs
+from pallas_kernels.attention.paged_inputs import check_paged_inputs
 
 
 def paged_attention(

@@ -3,7 +3,7 @@
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from pallas_kernels.triton_blocks import LOWEST, attend_blocks
+from pallas_kernels.triton_gpu.triton_blocks import LOWEST, attend_blocks
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Paged attention: Mosaic GPU, plain XLA, and the meaning of both."""

@@ -1,0 +1,1 @@
+"""What stands between products and attention: norms, rotary embedding, cache writes, gates."""

@@ -1,0 +1,1 @@
+"""Products of few rows with stacked weights, in Mosaic GPU."""

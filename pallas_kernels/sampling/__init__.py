@@ -1,0 +1,1 @@
+"""Sampling without a sort: Mosaic GPU, plain XLA, and the meaning of both."""

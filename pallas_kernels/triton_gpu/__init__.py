@@ -1,0 +1,1 @@
+"""Attention and cache writes in Triton, for NVIDIA GPUs without a Mosaic version."""
