@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic.gpu import core
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -110,3 +111,17 @@ def test_wrapping_twice_changes_nothing():
     wrapped = core._run_serde_pass
     make_kernels_cacheable()
     assert core._run_serde_pass is wrapped
+
+
+def test_programs_that_hold_the_same_kernel_lower_it_once(monkeypatch):
+    jax.clear_caches()
+    first = attention_programs()
+
+    def refuse(*_, **__):
+        raise AssertionError("lowered again")
+
+    monkeypatch.setattr(lowering, "lower_jaxpr_to_module", refuse)
+    assert kernels_of(attention_programs()) == kernels_of(first)
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match="lowered again"):
+        attention_programs()
