@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
+from jaxlib import xla_client
 
 from jaxserve.execution.device_setup import XLA_FOLDER
 from jaxserve.execution.model_setup import ModelSetup
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 NUM_KEPT_FOLDERS = 8
 """Folders of programs, one for each model and set of versions; older ones are deleted."""
+NUM_KEPT_PROGRAMS = 256
+"""Programs of a folder, several times what a start needs: each number of pages has its own."""
 
 _SOURCES = ("jaxserve", "models", "pallas_kernels")
 _LIBRARIES = re.compile(r"(jax|flax|numpy|triton|nvidia[-_])", re.IGNORECASE)
@@ -60,19 +63,22 @@ class ProgramStore:
         """
         key = _hash(repr((key_parts, describe_environment(devices))))
         self._devices, self._folder = tuple(devices), folder / key
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         for checked in (folder, self._folder):
+            checked.mkdir(mode=0o700, exist_ok=True)
             status = checked.stat()
             if status.st_uid != os.getuid() or status.st_mode & 0o022:
                 raise PermissionError(f"{checked} must be writable by this user alone")
         os.utime(self._folder)
-        _delete_old(folder)
+        _delete_old(folder, NUM_KEPT_FOLDERS)
+        _delete_old(self._folder, NUM_KEPT_PROGRAMS)
 
     def read(self, description: str) -> Compiled | None:
         """The program of that description, loaded onto the devices; None if it is missing."""
         path = self._path(description)
         try:
             content = path.read_bytes()
+            os.utime(path)
             if hashlib.sha256(content[32:]).digest() != content[:32]:
                 raise ValueError("its checksum does not fit")
             program, in_tree, out_tree = pickle.loads(content[32:])
@@ -158,9 +164,17 @@ def describe_environment(devices: Sequence[Any]) -> tuple[object, ...]:
         sorted(libraries),
         sorted(variables),
         sorted(map(repr, settings)),
-        (client.platform, client.platform_version, kinds),
+        (client.platform, client.platform_version, kinds, _instruction_set(devices)),
         _hash_sources(),
     )
+
+
+def _instruction_set(devices: Sequence[Any]) -> int | None:
+    """Stands for the instructions of a CPU, which has no kind; machines may share a home folder."""
+    if devices[0].platform != "cpu":
+        return None
+    # JAX's own cache asks the same; there is no public way to ask.
+    return xla_client.get_topology_for_devices(devices).fingerprint()
 
 
 def _enable_xla_cache(is_enabled: bool) -> None:
@@ -189,8 +203,14 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _delete_old(folder: Path) -> None:
-    """Delete the folders that were not opened for the longest time."""
-    folders: Iterable[Any] = (entry for entry in os.scandir(folder) if entry.is_dir())
-    for entry in sorted(folders, key=lambda entry: -entry.stat().st_mtime)[NUM_KEPT_FOLDERS:]:
-        shutil.rmtree(entry.path, ignore_errors=True)
+def _delete_old(folder: Path, num_kept: int) -> None:
+    """Delete the files and folders in it that were not used for the longest time."""
+    used = {}
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another start deletes old ones, too
+            used[entry.path] = entry.stat().st_mtime
+    for path in sorted(used, key=lambda path: -used[path])[num_kept:]:
+        if os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            Path(path).unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """SampleMode: how much work the sampler has in a step; chosen on the host, no JAX."""
 
 import enum
-from collections.abc import Iterable
 
 from jaxserve.step import ScheduledRow
 
@@ -30,8 +29,3 @@ def mode_of_row(row: ScheduledRow) -> SampleMode:
     if params.logprobs is not None or num_output_tokens < params.min_tokens:
         return SampleMode.FULL
     return SampleMode.GREEDY if params.is_greedy else SampleMode.SAMPLED
-
-
-def mode_of_rows(rows: Iterable[ScheduledRow]) -> SampleMode | None:
-    """The mode of a step; None when no row samples (inner chunks of prompts only)."""
-    return max((mode_of_row(row) for row in rows if row.can_sample), default=None)

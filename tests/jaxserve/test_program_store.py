@@ -113,6 +113,35 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path):
         open_store(tmp_path)
 
 
+def test_folders_are_made_for_this_user_alone_under_any_umask(tmp_path: Path):
+    before = os.umask(0o002)  # many systems give it to users who have a group of their own
+    try:
+        open_store(tmp_path / "cache" / "programs")
+        open_store(tmp_path / "cache" / "programs")
+    finally:
+        os.umask(before)
+    (folder,) = (tmp_path / "cache" / "programs").iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]
+
+
+def test_a_cpu_of_other_instructions_finds_nothing(monkeypatch: pytest.MonkeyPatch):
+    cpus = jax.devices("cpu")[:1]
+    before = describe_environment(cpus)
+    assert describe_environment(cpus) == before
+    monkeypatch.setattr(program_store, "_instruction_set", lambda devices: "older")
+    assert describe_environment(cpus) != before
+
+
+def test_a_folder_that_another_start_deletes_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "gone").mkdir()
+    entries = [entry for entry in os.scandir(tmp_path) if entry.name == "gone"]
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(program_store.os, "scandir", lambda folder: entries)
+    open_store(tmp_path, "new")
+
+
 def test_only_the_folders_that_were_opened_last_are_kept(tmp_path: Path):
     for number in range(NUM_KEPT_FOLDERS + 2):
         open_store(tmp_path, number)
@@ -120,6 +149,20 @@ def test_only_the_folders_that_were_opened_last_are_kept(tmp_path: Path):
             os.utime(folder, (1000 + age, 1000 + age))
     open_store(tmp_path, NUM_KEPT_FOLDERS + 1)
     assert len(list(tmp_path.iterdir())) == NUM_KEPT_FOLDERS
+
+
+def test_only_the_programs_of_a_folder_that_were_used_last_are_kept(
+    tmp_path: Path, program: Compiled, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(program_store, "NUM_KEPT_PROGRAMS", 2)
+    store = open_store(tmp_path)
+    for number in range(3):
+        store.write(f"add {number}", program)
+    for path in tmp_path.glob("*/*"):
+        os.utime(path, (1000, 1000))
+    assert store.read("add 0") is not None and store.read("add 2") is not None
+    open_store(tmp_path)
+    assert [store.read(f"add {number}") is None for number in range(3)] == [False, True, False]
 
 
 @pytest.fixture
