@@ -179,7 +179,10 @@ def _rotary_write(
     gain_offset: float,
     run: Kernel | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `rotary_write.rotary_write`, of a sum of [T, K, G + 2, H]; by `run`, or by what fits."""
+    """As `rotary_write.rotary_write`, of a sum of [T, K, G + 2, H]; by `run`, or by what fits.
+
+    Bias and gains have one layer index: all are stacked, or none is.
+    """
     K, G2, H = qkv.shape[-3:]
     if run is None:
         fits = rotary_write.fits_rotary_write(H, 2 * cos.shape[-1], k_pages.shape[-1])
