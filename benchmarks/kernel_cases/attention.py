@@ -47,28 +47,6 @@ CHECKS: dict[str, tuple[list[int] | None, list[int], dict[str, Any]]] = {
         [1, 1, 130], [9, 70, 130], {"heads": (40, 8, 64), "first": 2, "decoded": 2},
     ),
     "prefill plain": ([1, 300, 29, 700], [40, 470, 29, 700], {"tuning": {"ping_pong": False}}),
-    "prefill overlap": (
-        [1, 300, 29, 700], [40, 470, 29, 700],
-        {"first": 1, "tuning": {"ping_pong": False, "overlap": True}},
-    ),
-    "prefill overlap ping_pong": (
-        [1, 300, 29, 700], [40, 470, 29, 700], {"tuning": {"overlap": True}},
-    ),
-    "prefill overlap ping_pong window cap h64": (
-        [500, 33], [900, 300],
-        {"heads": (4, 2, 64), "window": 100, "cap": 20.0, "tuning": {"overlap": True}},
-    ),
-    "prefill overlap g1 h256 b128": (
-        [500, 3], [500, 300], {"heads": (4, 4, 256), "page": 128, "tuning": {"overlap": True}},
-    ),
-    "prefill one query buffer": ([1, 300, 700], [40, 470, 700], {"tuning": {"query_buffers": 1}}),
-    "prefill three warpgroups": (
-        [1, 300, 29, 700], [40, 470, 29, 700],
-        {"tuning": dict(
-            block_tokens=64, num_stages=4, compute_warpgroups=3, query_buffers=1, ping_pong=False,
-            overlap=True, compute_registers=160, load_registers=32,
-        )},
-    ),
     "prefill beyond 2^32 elements": ([600, 100], [700, 1000], {"far": True}),
 }  # fmt: skip
 
@@ -197,75 +175,36 @@ def timed_cache(num_rows: int, context: int) -> tuple[jax.Array, jax.Array, jax.
     return fill(1), fill(2), jnp.asarray(table, jnp.int32)
 
 
-PREFILL_TUNINGS: dict[str, dict[str, Any]] = {
-    "plain": {"ping_pong": False},
-    "overlap": {"ping_pong": False, "overlap": True},
-    "overlap ping_pong": {"overlap": True},
-    "one query buffer": {"query_buffers": 1},
-    "block 64 stages 4": {"block_tokens": 64, "num_stages": 4},
-    "three warpgroups": dict(
-        block_tokens=64, num_stages=4, compute_warpgroups=3, query_buffers=1, ping_pong=False,
-        overlap=True, compute_registers=160, load_registers=32,
-    ),
-}  # fmt: skip
-
-
 def prefill_timings() -> dict[str, Any]:
     batches = {
-        "2048": (1, 2048, 0),
         "8192": (1, 8192, 0),
-        "2048 on 6144": (1, 2048, 6144),
         "8192 on 24576": (1, 8192, 24576),
-        "8x1024": (8, 1024, 0),
         "16x512": (16, 512, 0),
         "64x128": (64, 128, 0),
     }
-    cases = {}
-    for name, batch in batches.items():
-        cases[f"time prefill {name}"] = functools.partial(time_prefill, *batch)
-        if batch[0] > 1:
-            cases[f"time prefill {name} n16"] = functools.partial(
-                time_prefill, *batch, num_heads=16
-            )
-    for tuning, changes in PREFILL_TUNINGS.items():
-        for name in ("8192", "16x512"):
-            cases[f"time prefill {name} {tuning}"] = functools.partial(
-                time_prefill, *batches[name], changes=changes
-            )
-    return cases | {
-        "time prefill 16x512 tiles by layer": functools.partial(
-            time_prefill, *batches["16x512"], is_planned_once=False
-        )
+    return {
+        f"time prefill {name}": functools.partial(time_prefill, *batch)
+        for name, batch in batches.items()
     }
 
 
-def time_prefill(
-    num_rows: int,
-    num_tokens: int,
-    prefix: int,
-    *,
-    num_heads: int = 32,
-    changes: dict[str, Any] | None = None,
-    is_planned_once: bool = True,
-) -> dict[str, Any]:
+def time_prefill(num_rows: int, num_tokens: int, prefix: int) -> dict[str, Any]:
     """Time rows of `num_tokens` queries each; its tiles are planned before the layers."""
+    num_heads = 32
     keys, values, table = timed_cache(num_rows, prefix + num_tokens)
     q = random_array(3, (num_rows * num_tokens, num_heads, 128), "bfloat16")
-    tuning = replace(prefill_tuning(gpu_kind(), 128, q.dtype), **(changes or {}))
     lens = jnp.full(num_rows, prefix + num_tokens, jnp.int32)
     starts = jnp.arange(num_rows + 1, dtype=jnp.int32) * num_tokens
     first = jnp.zeros(1, jnp.int32)
-    tiles = prefill_tiles(
-        starts, first, lens, num_tokens=q.shape[0], head_dim=128, dtype=q.dtype, tuning=tuning
-    )
+    tiles = prefill_tiles(starts, first, lens, num_tokens=q.shape[0], head_dim=128, dtype=q.dtype)
 
     def call(q, layer, keys, values, table, lens, starts, first, *tiles):
         return prefill_attention(
             q, keys, values, layer, table, lens, starts, first, None,
-            PrefillTiles(*tiles) if tiles else None, scale=128**-0.5, tuning=tuning,
+            PrefillTiles(*tiles), scale=128**-0.5,
         )  # fmt: skip
 
-    others = (keys, values, table, lens, starts, first, *(tiles if is_planned_once else ()))
+    others = (keys, values, table, lens, starts, first, *tiles)
     pairs = num_rows * (num_tokens * prefix + num_tokens * (num_tokens + 1) // 2)
     flops = 4 * num_heads * 128 * pairs
     calls = 10 if flops > 2e11 else 60

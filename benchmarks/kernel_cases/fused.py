@@ -12,10 +12,11 @@ from jax import lax
 
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array
 from pallas_kernels.fused import xla_fused
-from pallas_kernels.fused.add_norm import AddNormTuning, add_norm
-from pallas_kernels.fused.gated_activation import GatedActivationTuning, gated_activation
+from pallas_kernels.fused.add_norm import add_norm
+from pallas_kernels.fused.fused_inputs import Activation
+from pallas_kernels.fused.gated_activation import gated_activation
 from pallas_kernels.fused.kv_write import write_by_scatter
-from pallas_kernels.fused.rotary_write import RotaryWriteTuning, rotary_write
+from pallas_kernels.fused.rotary_write import rotary_write
 
 TOLERANCE = 0.01
 LAYERS = 4  # of the stacked weights and pages
@@ -24,16 +25,12 @@ PAGE_SIZE = 16
 # name -> (D, K, G, H, F)
 MODELS = {"0.6B": (1024, 8, 2, 128, 3072), "8B": (4096, 8, 4, 128, 14336)}
 # (model, tokens, parts of the product; 0 = whole)
-TIMES = [
-    ("0.6B", 8, 0), ("0.6B", 8, 8), ("0.6B", 64, 4), ("0.6B", 256, 0), ("0.6B", 8192, 0),
-    ("8B", 8, 0), ("8B", 8, 8), ("8B", 64, 4), ("8B", 256, 4), ("8B", 8192, 0),
-]  # fmt: skip
+TIMES = [("0.6B", 8, 8), ("0.6B", 64, 4), ("0.6B", 256, 0), ("0.6B", 8192, 0), ("8B", 8192, 0)]
 
 # name -> fields of check_add_norm
 NORM_CHECKS: dict[str, dict[str, Any]] = {
     "d1024 parts": {"tokens": 8, "width": 1024, "parts": 8},
-    "d4096 8 tokens": {"tokens": 8, "width": 4096},
-    "d4096 parts pdl": {"tokens": 77, "width": 4096, "parts": 4, "dependent_launch": True},
+    "d4096 parts": {"tokens": 77, "width": 4096, "parts": 4},
     "d576 odd tokens": {"tokens": 3, "width": 576, "parts": 2},
     "d896 fp16": {"tokens": 65, "width": 896, "dtype": "float16"},
     "d2304 gemma": {"tokens": 9, "width": 2304, "parts": 2, "is_gemma": True},
@@ -46,7 +43,6 @@ NORM_CHECKS: dict[str, dict[str, Any]] = {
 ROTARY_CHECKS: dict[str, dict[str, Any]] = {
     "llama parts": {"tokens": 8, "heads": (8, 4, 128), "parts": 8},
     "qwen3": {"tokens": 77, "heads": (8, 2, 128), "has_norm": True, "parts": 4},
-    "qwen3 pdl": {"tokens": 64, "heads": (8, 2, 128), "has_norm": True, "dependent_launch": True},
     "qwen2 bias": {"tokens": 9, "heads": (2, 7, 64), "has_bias": True},
     "phi3 h96": {"tokens": 31, "heads": (32, 1, 96)},
     "phi4 part of h128": {"tokens": 1030, "heads": (8, 3, 128), "rotary_dim": 96},
@@ -59,12 +55,12 @@ ROTARY_CHECKS: dict[str, dict[str, Any]] = {
 GATED_CHECKS: dict[str, dict[str, Any]] = {
     "f3072 parts": {"tokens": 8, "width": 3072, "parts": 8},
     "f14336": {"tokens": 64, "width": 14336},
-    "f8960 bias": {"tokens": 9, "width": 8960, "parts": 4, "has_bias": True},
+    "f8960 parts": {"tokens": 9, "width": 8960, "parts": 4},
     "f9216 gelu fp16": {
         "tokens": 33, "width": 9216, "activation": "gelu_tanh", "dtype": "float16",
     },
     "f1544 odd": {"tokens": 3, "width": 1544, "activation": "gelu_tanh"},
-    "f18944 many pdl": {"tokens": 1030, "width": 18944, "dependent_launch": True},
+    "f18944 many": {"tokens": 1030, "width": 18944},
 }  # fmt: skip
 
 
@@ -86,39 +82,6 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         for case in TIMES:
             label = "{} {} tokens {} parts".format(*case)
             found[f"time fused {name} {label}"] = functools.partial(make, *case)
-    return found | tuning_timings()
-
-
-def tuning_timings() -> dict[str, Callable[[], dict[str, Any]]]:
-    """Other tunings, and the early launch, of single cases."""
-    norms: dict[str, Any] = {f"warpgroups {n}": AddNormTuning(warpgroups=n) for n in (1, 2, 8)}
-    many_norms: dict[str, Any] = {f"warpgroups {n}": AddNormTuning(warpgroups=n) for n in (0, 2, 4)}
-    rotaries: dict[str, Any] = {
-        f"heads {heads} written {written}": RotaryWriteTuning(
-            query_heads=heads, written_tokens=written
-        )
-        for heads, written in ((1, 4), (4, 1), (2, 2), (4, 8))
-    }
-    gated: dict[str, Any] = {
-        f"{rows} x {columns}": GatedActivationTuning(rows=rows, columns=columns)
-        for rows, columns in ((2, 256), (4, 256), (4, 1024), (8, 256))
-    }
-    tables = [
-        (time_add_norm, ("8B", 8, 8), norms),
-        (time_add_norm, ("8B", 8192, 0), many_norms),
-        (time_rotary_write, ("8B", 64, 4), rotaries),
-        (time_rotary_write, ("8B", 8192, 0), rotaries),
-        (time_gated_activation, ("8B", 8, 8), gated),
-        (time_gated_activation, ("8B", 8192, 0), gated),
-    ]
-    found = {}
-    for make, case, tunings in tables:
-        name = make.__name__.removeprefix("time_")
-        label = "time fused {} {} {} tokens {} parts".format(name, *case)
-        for tuning_name, tuning in tunings.items():
-            found[f"{label} {tuning_name}"] = functools.partial(make, *case, tuning=tuning)
-        if case[2]:
-            found[f"{label} early launch"] = functools.partial(make, *case, dependent_launch=True)
     return found
 
 
@@ -151,7 +114,6 @@ def check_add_norm(
     dtype: str = "bfloat16",
     is_gemma: bool = False,
     has_delta: bool = True,
-    dependent_launch: bool = False,
 ) -> dict[str, Any]:
     x = random_array(1, (tokens, width), dtype)
     delta = product(2, tokens, width, parts, dtype) if has_delta else None
@@ -159,7 +121,7 @@ def check_add_norm(
     options: dict[str, Any] = {"eps": 1e-5, "gain_offset": 1.0 if is_gemma else 0.0}
     options["delta_gains"] = delta_gains if is_gemma else None
     args = (x, delta, gains, index(2))
-    got = add_norm(*args, dependent_launch=dependent_launch, **options)
+    got = add_norm(*args, **options)
     want = xla_fused.add_norm(*args, **options)  # jitted, XLA would leave out roundings
     return report(list(got), list(want))
 
@@ -199,7 +161,6 @@ def check_rotary_write(
     num_pages: int | None = None,
     has_bias: bool = False,
     has_norm: bool = False,
-    dependent_launch: bool = False,
 ) -> dict[str, Any]:
     K, G, H = heads
     args = rotary_inputs(tokens, heads, parts, dtype, rotary_dim, num_pages)
@@ -209,7 +170,7 @@ def check_rotary_write(
     if has_norm:
         options["q_gains"], options["k_gains"] = (random_array(s, (3, H), dtype) for s in (9, 10))
     reference = functools.partial(xla_fused.rotary_write, write=write_by_scatter, **options)
-    got = rotary_write(*args, dependent_launch=dependent_launch, **options)
+    got = rotary_write(*args, **options)
     want = jax.jit(reference)(*args)
     layer, slots = LAYERS - 1, args[5]
 
@@ -248,23 +209,12 @@ def check_gated_activation(
     width: int,
     parts: int = 0,
     dtype: str = "bfloat16",
-    activation: str = "silu",
-    has_bias: bool = False,
-    dependent_launch: bool = False,
+    activation: Activation = "silu",
 ) -> dict[str, Any]:
     gate_up = product(1, tokens, 2 * width, parts, dtype)
-    options: dict[str, Any] = {"activation": activation}
-    bias = random_array(2, (3, 2 * width), dtype) if has_bias else None
-    if has_bias:
-        options["layer"] = index(2)
-    got = gated_activation(
-        gate_up, dtype=dtype, bias=bias, dependent_launch=dependent_launch, **options
-    )
-    whole = xla_fused.total(gate_up, dtype)
-    whole = whole if bias is None else whole + bias[2]
-    want = xla_fused.gated_activation(
-        whole.astype(jnp.float32), dtype="float32", activation=options["activation"]
-    )
+    got = gated_activation(gate_up, dtype=dtype, activation=activation)
+    whole = xla_fused.total(gate_up, dtype).astype(jnp.float32)
+    want = xla_fused.gated_activation(whole, dtype="float32", activation=activation)
     return report([got], [want])
 
 
@@ -307,29 +257,28 @@ def seconds_a_fused_call(call: Callable[[Any, int], Any], arrays: Any, calls: in
 
 def compare_times(
     kernel: Callable[[Any, int], Any],
-    reference: Callable[[Any, int], Any] | None,
+    reference: Callable[[Any, int], Any],
     make_arrays: Callable[[], Any],
     tokens: int,
     num_bytes: int,
 ) -> dict[str, Any]:
     """Time of the kernel, its share of the copy ceiling, and time of the jnp version."""
     calls = 16 if tokens < 1024 else 4
-    seconds = seconds_a_fused_call(kernel, make_arrays(), calls)
-    result = {
+    seconds, other = (
+        seconds_a_fused_call(version, make_arrays(), calls) for version in (kernel, reference)
+    )
+    return {
         "microseconds": round(seconds * 1e6, 2),
         "share_of_copy_ceiling": round(num_bytes / seconds / COPY_BYTES_PER_SECOND, 3),
+        "xla_microseconds": round(other * 1e6, 2),
     }
-    if reference is not None:
-        other = seconds_a_fused_call(reference, make_arrays(), calls)
-        result["xla_microseconds"] = round(other * 1e6, 2)
-    return result
 
 
 def product_bytes(tokens: int, width: int, parts: int) -> int:
     return tokens * width * (4 * parts or 2)
 
 
-def time_add_norm(model: str, tokens: int, parts: int, **fields: Any) -> dict[str, Any]:
+def time_add_norm(model: str, tokens: int, parts: int) -> dict[str, Any]:
     width = MODELS[model][0]
     gains = random_array(3, (LAYERS, width), "bfloat16")
 
@@ -339,8 +288,8 @@ def time_add_norm(model: str, tokens: int, parts: int, **fields: Any) -> dict[st
         return (x, delta), normed
 
     return compare_times(
-        functools.partial(call, functools.partial(add_norm, **fields)),
-        None if fields else functools.partial(call, xla_fused.add_norm),
+        functools.partial(call, add_norm),
+        functools.partial(call, xla_fused.add_norm),
         lambda: (
             jnp.zeros((tokens, width), jnp.bfloat16),
             product(2, tokens, width, parts, "bfloat16") * 0.001,
@@ -350,7 +299,7 @@ def time_add_norm(model: str, tokens: int, parts: int, **fields: Any) -> dict[st
     )
 
 
-def time_rotary_write(model: str, tokens: int, parts: int, **fields: Any) -> dict[str, Any]:
+def time_rotary_write(model: str, tokens: int, parts: int) -> dict[str, Any]:
     _, K, G, H, _ = MODELS[model]
     gains = random_array(3, (LAYERS, H), "bfloat16") if model == "0.6B" else None  # Qwen3's norms
 
@@ -364,8 +313,8 @@ def time_rotary_write(model: str, tokens: int, parts: int, **fields: Any) -> dic
 
     reference = functools.partial(xla_fused.rotary_write, write=write_by_scatter)
     return compare_times(
-        functools.partial(call, functools.partial(rotary_write, **fields)),
-        None if fields else functools.partial(call, reference),
+        functools.partial(call, rotary_write),
+        functools.partial(call, reference),
         lambda: rotary_inputs(tokens, (K, G, H), parts),
         tokens,
         tokens * K * (G + 2) * H * 2
@@ -374,15 +323,15 @@ def time_rotary_write(model: str, tokens: int, parts: int, **fields: Any) -> dic
     )
 
 
-def time_gated_activation(model: str, tokens: int, parts: int, **fields: Any) -> dict[str, Any]:
+def time_gated_activation(model: str, tokens: int, parts: int) -> dict[str, Any]:
     width = MODELS[model][4]
 
     def call(version, gate_up, _):
         return gate_up, version(gate_up, activation="silu", dtype=jnp.bfloat16)
 
     return compare_times(
-        functools.partial(call, functools.partial(gated_activation, **fields)),
-        None if fields else functools.partial(call, xla_fused.gated_activation),
+        functools.partial(call, gated_activation),
+        functools.partial(call, xla_fused.gated_activation),
         lambda: product(2, tokens, 2 * width, parts, "bfloat16"),
         tokens,
         tokens * width * 2 + product_bytes(tokens, 2 * width, parts),

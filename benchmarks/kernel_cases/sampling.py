@@ -14,7 +14,6 @@ from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array
 from pallas_kernels.sampling import sampling, sampling_reference, xla_sampling
 from pallas_kernels.sampling.sampling_inputs import row_limits
 from pallas_kernels.sampling.sampling_noise import gumbel_noise, row_keys
-from pallas_kernels.sampling.sampling_passes import SamplingTuningConfig
 
 VOCABULARY = 151_936
 FLAT, PEAKED = 0.6, 4.0
@@ -24,16 +23,14 @@ BORDER, NEAR = 1e-5, 1e-4
 DRAWS_A_LOOP, LOOPS = 8, 10
 """Draws in a body of the device's loop, which costs some microseconds itself; and its rounds."""
 
-# name -> (rows, vocabulary, standard deviation, tuning)
-CHECKS: dict[str, tuple[int, int, float, SamplingTuningConfig | None]] = {
-    "flat": (64, VOCABULARY, FLAT, None),
-    "peaked": (64, VOCABULARY, PEAKED, None),
-    "many rows": (256, VOCABULARY, 2.0, None),
-    "small vocabulary": (32, 300, 2.0, None),
-    "odd vocabulary": (32, 50_257, 1.0, None),
-    "one row": (1, 128_256, 1.0, None),
-    "8 parts": (12, VOCABULARY, 1.0, SamplingTuningConfig(warpgroups=2, parts=8)),
-    "2 parts, odd vocabulary": (40, 50_257, 1.0, SamplingTuningConfig(warpgroups=4, parts=2)),
+# name -> (rows, vocabulary, standard deviation)
+CHECKS: dict[str, tuple[int, int, float]] = {
+    "flat": (64, VOCABULARY, FLAT),
+    "peaked": (64, VOCABULARY, PEAKED),
+    "many rows": (256, VOCABULARY, 2.0),
+    "small vocabulary": (32, 300, 2.0),
+    "odd vocabulary": (32, 50_257, 1.0),
+    "one row": (1, 128_256, 1.0),
 }
 # name -> (standard deviation of the logits, temperature, top_k, top_p, min_p)
 PARAMETERS: dict[str, tuple[float, float, int, float, float]] = {
@@ -46,39 +43,21 @@ PARAMETERS: dict[str, tuple[float, float, int, float, float]] = {
     "top_k 1000": (FLAT, 0.8, 1000, 1.0, 0.0),
     "min_p top_p": (FLAT, 0.8, 0, 0.95, 0.05),
 }
-# name -> (rows, tuning)
-VARIANTS: dict[str, tuple[int, SamplingTuningConfig | None]] = {
-    "8 rows": (8, None),
-    "64 rows": (64, None),
-    "256 rows": (256, None),
-    "8 rows wg 8": (8, SamplingTuningConfig(warpgroups=8, num_stages=4, tile_lines=8)),
-    "8 rows wg 2 parts 8": (8, SamplingTuningConfig(warpgroups=2, parts=8)),
-    "8 rows wg 1 parts 8": (8, SamplingTuningConfig(warpgroups=1, parts=8)),
-    "8 rows wg 2 parts 4": (8, SamplingTuningConfig(warpgroups=2, parts=4)),
-    "64 rows wg 4 parts 2": (64, SamplingTuningConfig(warpgroups=4, parts=2)),
-    "256 rows wg 1": (256, SamplingTuningConfig(warpgroups=1)),
-    "256 rows wg 2": (256, SamplingTuningConfig(warpgroups=2, num_stages=12)),
-    "256 rows wg 4 tile 8": (256, SamplingTuningConfig(warpgroups=4, tile_lines=8, num_stages=8)),
-    "256 rows wg 8": (256, SamplingTuningConfig(warpgroups=8, tile_lines=8, num_stages=4)),
-}
-
 reference = jax.jit(sampling_reference.sample)
 
 
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     """Name -> check or timing."""
     checks = {f"sampling {name}": functools.partial(check, *case) for name, case in CHECKS.items()}
-    times: dict[str, Callable[[], dict[str, Any]]] = {
-        f"time sampling {name}": functools.partial(time_draws, *case)
-        for name, case in VARIANTS.items()
-    }
+    times: dict[str, Callable[[], dict[str, Any]]] = {}
     for num_rows in (8, 64, 256):
+        times[f"time sampling {num_rows} rows"] = functools.partial(time_draws, num_rows)
         times[f"time sampling {num_rows} rows argmax"] = functools.partial(time_argmax, num_rows)
     times["time sampling 256 rows xla"] = functools.partial(time_xla, 256)
     return checks | times
 
 
-def check(num_rows: int, vocab_size: int, spread: float, tuning: SamplingTuningConfig | None):
+def check(num_rows: int, vocab_size: int, spread: float) -> dict[str, Any]:
     """Compare tokens of mixed parameters; others are allowed only where rounding decides."""
     rng = np.random.default_rng(vocab_size + num_rows)
     logits = spread * random_array(int(rng.integers(2**31)), (num_rows, vocab_size), "float32")
@@ -94,7 +73,7 @@ def check(num_rows: int, vocab_size: int, spread: float, tuning: SamplingTuningC
     ]
     seeds = jnp.asarray(rng.integers(0, 2**32, (num_rows, 2)), jnp.uint32)
     case = (logits, row_keys(seeds, jnp.arange(num_rows)), *parameters)
-    tokens, is_finite = map(np.asarray, sampling.sample(*case, tuning=tuning))
+    tokens, is_finite = map(np.asarray, sampling.sample(*case))
     expected, expected_finite = map(np.asarray, reference(*case))
     xla_tokens = np.asarray(xla_sampling.sample(*case)[0])
     finite_agrees = bool((is_finite == expected_finite).all())
@@ -178,8 +157,8 @@ def make_loop(draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return loop
 
 
-def time_draws(num_rows: int, tuning: SamplingTuningConfig | None) -> dict[str, Any]:
-    loop = make_loop(lambda *inputs: sampling.sample(*inputs, tuning=tuning)[0])
+def time_draws(num_rows: int) -> dict[str, Any]:
+    loop = make_loop(lambda *inputs: sampling.sample(*inputs)[0])
     times = {
         name: microseconds_a_draw(loop, timed_inputs(num_rows, *values))
         for name, values in PARAMETERS.items()

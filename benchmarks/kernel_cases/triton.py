@@ -7,7 +7,6 @@ run with the code of capability 8.0, which runs on every later GPU.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,83 +16,52 @@ import jax.numpy as jnp
 from benchmarks.kernel_cases import attention, decode, fused
 from benchmarks.kernel_cases.attention import FLOPS_PER_SECOND, LAYERS, timed_cache
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array, seconds_a_call
-from pallas_kernels.triton_gpu.triton_decode import TritonDecodeTuning, decode_attention
+from pallas_kernels.triton_gpu.triton_decode import decode_attention
 from pallas_kernels.triton_gpu.triton_launch import import_jax_triton
-from pallas_kernels.triton_gpu.triton_prefill import TritonPrefillTuning, prefill_attention
+from pallas_kernels.triton_gpu.triton_prefill import prefill_attention
 from pallas_kernels.triton_gpu.triton_rotary_write import rotary_write
 
 OLDER = 80  # capability whose code runs on every later GPU
 TABLE_TOKENS = 4096  # that a row of a timed page table can hold, as in an engine
 
-# query heads, tokens in cache by row
-DECODE_TIMINGS: dict[str, tuple[int, list[int]]] = {
-    "8 rows context 1024": (32, [1024] * 8),
-    "1 of 8 rows context 512": (16, [512, *[0] * 7]),
-    "64 rows context 1024": (32, [1024] * 64),
-    "256 rows context 576": (32, [576] * 256),
-}
-DECODE_VARIANTS: dict[str, dict[str, int]] = {
-    "stages 5": {"num_stages": 5},
-    "stages 2": {"num_stages": 2},
-    "block 32 stages 5": {"block_tokens": 32, "num_stages": 5},
-    "block 128": {"block_tokens": 128},
-    "warps 8": {"num_warps": 8},
-    "warps 2": {"num_warps": 2},
-    "programs 512": {"num_programs": 512},
-    "programs 2048": {"num_programs": 2048, "min_split_tokens": 128},
-}
-# rows, new tokens of each
-PREFILL_TIMINGS = {"8192": (1, 8192), "16x512": (16, 512)}
-PREFILL_VARIANTS: dict[str, dict[str, int]] = {
-    "stages 3": {"num_stages": 3},
-    "stages 2": {"num_stages": 2},
-    "warps 4": {"num_warps": 4},
-    "tile 64 warps 4": {"tile_tokens": 64, "num_warps": 4},
-    "block 32": {"block_tokens": 32},
-    "block 128 stages 3": {"block_tokens": 128, "num_stages": 3},
-}
-DECODE_TUNING = TritonDecodeTuning(block_tokens=64, num_stages=3)
-PREFILL_TUNING = TritonPrefillTuning(tile_tokens=128, block_tokens=64, num_stages=5, num_warps=8)
+# Of the attention checks, by the GPU's own code and by that of capability 8.0.
+CHECKS = (
+    "decode g4 h128 b16", "prefill ragged h128 b16",
+    "decode beyond 2^32 elements", "prefill beyond 2^32 elements",
+)  # fmt: skip
+OLDER_CHECKS = (
+    "decode g4 h128 b16", "decode g3 h64 b16 fp16", "decode g1 h256 b128", "decode g64 h128 b32",
+    "decode window 1000 h128", "decode split_tokens window", "prefill ragged h128 b16",
+    "prefill g3 h64 fp16", "prefill g1 h256 b128", "prefill window cap h256",
+    "prefill decoded rows",
+)  # fmt: skip
+ROTARY_CHECKS = ("qwen3", "qwen2 bias", "phi3 h96", "phi4 part of h128")
+DECODE_TIMINGS = {"8 rows context 1024": [1024] * 8, "64 rows context 1024": [1024] * 64}
 
 
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     """Name -> check or timing."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
-    checks = {name: (None, *case) for name, case in decode.CHECKS.items()}
-    checks |= {name: case for name, case in attention.CHECKS.items() if "tuning" not in case[2]}
-    for name, case in checks.items():
-        if "h128 b16" in name or "far" in case[2]:
-            found[f"triton {name}"] = functools.partial(by_triton, attention.check, *case)
-        if "far" not in case[2]:
-            found[f"triton as 8.0 {name}"] = functools.partial(
-                as_older, by_triton, attention.check, *case
-            )
-    for name, fields in fused.ROTARY_CHECKS.items():
-        run = functools.partial(by_triton, fused.check_rotary_write, **fields)
-        found[f"triton as 8.0 rotary_write {name}"] = functools.partial(as_older, run)
-    for tokens in (8, 256, 8192):
-        run = functools.partial(by_triton, fused.time_rotary_write, "8B", tokens, 0)
-        found[f"time triton as 8.0 rotary_write {tokens}"] = functools.partial(as_older, run)
-    for name, case in DECODE_TIMINGS.items():
-        found[f"time triton decode {name}"] = functools.partial(time_decode, *case)
-        found[f"time triton as 8.0 decode {name}"] = functools.partial(as_older, time_decode, *case)
-    for name, case in PREFILL_TIMINGS.items():
-        found[f"time triton prefill {name}"] = functools.partial(time_prefill, *case)
-        found[f"time triton as 8.0 prefill {name}"] = functools.partial(
-            as_older, time_prefill, *case
+    checks = {name: (None, *case) for name, case in decode.CHECKS.items()} | attention.CHECKS
+    found: dict[str, Callable[[], dict[str, Any]]] = {
+        f"triton {name}": functools.partial(by_triton, attention.check, *checks[name])
+        for name in CHECKS
+    }
+    older: dict[str, Callable[[], dict[str, Any]]] = {
+        f"triton as 8.0 {name}": functools.partial(by_triton, attention.check, *checks[name])
+        for name in OLDER_CHECKS
+    }
+    for name in ROTARY_CHECKS:
+        older[f"triton as 8.0 rotary_write {name}"] = functools.partial(
+            by_triton, fused.check_rotary_write, **fused.ROTARY_CHECKS[name]
         )
-    for variant, changes in DECODE_VARIANTS.items():
-        tuning = replace(DECODE_TUNING, **changes)
-        run = functools.partial(time_decode, 32, [1024] * 64, tuning)
-        found[f"time triton variant as 8.0 decode 64x1024 {variant}"] = functools.partial(
-            as_older, run
+    for tokens in (8, 8192):
+        older[f"time triton as 8.0 rotary_write {tokens}"] = functools.partial(
+            by_triton, fused.time_rotary_write, "8B", tokens, 0
         )
-    for variant, changes in PREFILL_VARIANTS.items():
-        run = functools.partial(time_prefill, 1, 8192, replace(PREFILL_TUNING, **changes))
-        found[f"time triton variant as 8.0 prefill 8192 {variant}"] = functools.partial(
-            as_older, run
-        )
-    return found
+    for name, seq_lens in DECODE_TIMINGS.items():
+        older[f"time triton as 8.0 decode {name}"] = functools.partial(time_decode, seq_lens)
+    older["time triton as 8.0 prefill 8192"] = functools.partial(time_prefill, 8192)
+    return found | {name: functools.partial(as_older, case) for name, case in older.items()}
 
 
 def by_triton(run: Callable[..., dict[str, Any]], *args: Any, **fields: Any) -> dict[str, Any]:
@@ -102,21 +70,18 @@ def by_triton(run: Callable[..., dict[str, Any]], *args: Any, **fields: Any) -> 
     def prefill(*args: Any, tuning: Any, **options: Any) -> jax.Array:
         return prefill_attention(*args, **options)
 
-    def write(*args: Any, dependent_launch: bool = False, tuning: Any = None, **options: Any):
-        return rotary_write(*args, **options)
-
     with (
         mock.patch.object(attention, "decode_attention", decode_attention),
         mock.patch.object(attention, "prefill_attention", prefill),
-        mock.patch.object(fused, "rotary_write", write),
+        mock.patch.object(fused, "rotary_write", rotary_write),
     ):
         return run(*args, **fields)
 
 
-def as_older(run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+def as_older(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run a case with code for capability 8.0."""
     with older_code():
-        return run(*args)
+        return run()
 
 
 @contextlib.contextmanager
@@ -136,29 +101,21 @@ def older_code() -> Iterator[None]:
     jax.clear_caches()
 
 
-def time_decode(
-    num_heads: int, seq_lens: list[int], tuning: TritonDecodeTuning = DECODE_TUNING
-) -> dict[str, Any]:
-    """One layer, 8 KV heads of 128."""
-    num_rows = len(seq_lens)
-    real_rows = sum(length > 0 for length in seq_lens)
-    keys, values, table = timed_cache(real_rows, max(seq_lens))
-    more = TABLE_TOKENS // 16 - table.shape[1]
-    table = jnp.pad(table, ((0, num_rows - real_rows), (0, more)))
-    q = random_array(3, (num_rows, num_heads, 128), "bfloat16")
+def time_decode(seq_lens: list[int]) -> dict[str, Any]:
+    """One layer, 32 query heads and 8 KV heads of 128."""
+    keys, values, table = timed_cache(len(seq_lens), max(seq_lens))
+    table = jnp.pad(table, ((0, 0), (0, TABLE_TOKENS // 16 - table.shape[1])))
+    q = random_array(3, (len(seq_lens), 32, 128), "bfloat16")
     lens = jnp.asarray(seq_lens, jnp.int32)
 
     def call(q, _, keys, values, table, lens):
         for turn in range(2 * LAYERS):  # so that the loop's own kernels hardly count
             layer = jnp.full(1, turn % LAYERS, jnp.int32)
-            q = decode_attention(
-                q, keys, values, layer, table, lens, scale=128**-0.5, tuning=tuning
-            )
+            q = decode_attention(q, keys, values, layer, table, lens, scale=128**-0.5)
         return q
 
-    loops = 30 if sum(seq_lens) < 2**17 else 6
     others = (keys, values, table, lens)
-    seconds = seconds_a_call(call, q, *others, calls=loops, layers=LAYERS) / (2 * LAYERS)
+    seconds = seconds_a_call(call, q, *others, calls=30, layers=LAYERS) / (2 * LAYERS)
     bytes_read = sum(seq_lens) * 8 * 128 * 2 * 2
     return {
         "microseconds": round(seconds * 1e6, 2),
@@ -167,22 +124,20 @@ def time_decode(
     }
 
 
-def time_prefill(
-    num_rows: int, num_tokens: int, tuning: TritonPrefillTuning = PREFILL_TUNING
-) -> dict[str, Any]:
-    """One layer, 32 query heads and 8 KV heads of 128; the plan of its tiles included."""
-    keys, values, table = timed_cache(num_rows, num_tokens)
-    q = random_array(3, (num_rows * num_tokens, 32, 128), "bfloat16")
-    lens = jnp.full(num_rows, num_tokens, jnp.int32)
-    starts = jnp.arange(num_rows + 1, dtype=jnp.int32) * num_tokens
+def time_prefill(num_tokens: int) -> dict[str, Any]:
+    """One row, 32 query heads and 8 KV heads of 128; the plan of its tiles included."""
+    keys, values, table = timed_cache(1, num_tokens)
+    q = random_array(3, (num_tokens, 32, 128), "bfloat16")
+    lens = jnp.full(1, num_tokens, jnp.int32)
+    starts = jnp.arange(2, dtype=jnp.int32) * num_tokens
     first = jnp.zeros(1, jnp.int32)
 
     def call(q, layer, keys, values, *others):
-        return prefill_attention(q, keys, values, layer, *others, scale=128**-0.5, tuning=tuning)
+        return prefill_attention(q, keys, values, layer, *others, scale=128**-0.5)
 
     others = (keys, values, table, lens, starts, first)
     seconds = seconds_a_call(call, q, *others, calls=10, layers=LAYERS)
-    flops = 4 * 32 * 128 * num_rows * (num_tokens * (num_tokens + 1) // 2)
+    flops = 4 * 32 * 128 * (num_tokens * (num_tokens + 1) // 2)
     return {
         "microseconds": round(seconds * 1e6, 1),
         "teraflops_per_second": round(flops / seconds / 1e12, 1),

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.decode_block import (
-    MASKED,
     SHARED_BYTES,
     Segment,
     Shared,
@@ -32,7 +31,11 @@ from pallas_kernels.attention.decode_block import (
 from pallas_kernels.attention.decode_inline import arrive, store_columns
 from pallas_kernels.attention.decode_load import load_segments, read_segment
 from pallas_kernels.attention.decode_plan import SHARE_FIELDS, DecodePlan, plan_decode
-from pallas_kernels.attention.mosaic_attention import check_mosaic_inputs
+from pallas_kernels.attention.mosaic_attention import (
+    COMPILER_PARAMS,
+    MASKED,
+    check_mosaic_inputs,
+)
 from pallas_kernels.attention.paged_inputs import check_paged_inputs
 from pallas_kernels.attention.tuning import DecodeTuningConfig, decode_tuning
 from pallas_kernels.cacheable_kernels import make_kernels_cacheable
@@ -41,12 +44,6 @@ from pallas_kernels.platform import gpu_kind
 make_kernels_cacheable()
 
 COMBINED_AT_ONCE = 4  # pieces of a row whose sums are read at the same time
-
-COMPILER_PARAMS = plgpu.CompilerParams(
-    approx_math=True,
-    lowering_semantics=plgpu.LoweringSemantics.Lane,
-    reduction_scratch_bytes=0,
-)
 
 
 @functools.partial(
@@ -130,7 +127,6 @@ def decode_attention(
         window=sliding_window,
         soft_cap=soft_cap,
         dtype=q.dtype,
-        dependent_launch=tuning.dependent_launch,
         interpreted=interpret is not None,
     )
     sizes = _fit_shared_memory(sizes, SHARED_BYTES // tuning.programs_per_processor)
@@ -204,9 +200,6 @@ def _kernel(sizes: Sizes, *refs: Any) -> None:
         # The first segment stands with the share, so that one wait brings both.
         begin, end, *fields = (shares_ref[share, field] for field in range(SHARE_FIELDS))
         first = Segment(*fields)
-        if sizes.dependent_launch:
-            plgpu.griddepcontrol_wait()
-            plgpu.griddepcontrol_launch_dependents()
 
         @pl.when(worker == sizes.workers)
         def _load():

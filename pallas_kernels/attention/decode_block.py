@@ -5,7 +5,6 @@ Keys are the rows and queries the columns of every product: `keys @ queries^T` a
 WGMMA, and a warpgroup needs so few registers that several can work on one multiprocessor.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,16 +20,14 @@ from pallas_kernels.attention.decode_inline import (
     scratch_size,
     store_weights,
 )
-
-MASKED = -1e30  # a logit that no key has; finite, so that MASKED - MASKED is not NaN
-LOG2_E = math.log2(math.e)
-SHARED_BYTES = 226 * 1024  # of a multiprocessor, less 1 KiB for barriers and alignment
-
-# What WGMMA reads from shared memory.
-TILED: Any = (
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+from pallas_kernels.attention.mosaic_attention import (
+    MASKED,
+    TILED,
+    to_log2,
+    zero_values_outside,
 )
+
+SHARED_BYTES = 226 * 1024  # of a multiprocessor, less 1 KiB for barriers and alignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,6 @@ class Sizes:
       window: keys that a query sees, its own included; None = all.
       soft_cap: bound of the logits; None = none.
       dtype: of q, pages and output.
-      dependent_launch: see DecodeTuningConfig.
       interpreted: runs on the CPU.
     """
 
@@ -66,7 +62,6 @@ class Sizes:
     window: int | None
     soft_cap: float | None
     dtype: Any
-    dependent_launch: bool
     interpreted: bool
 
     @property
@@ -242,7 +237,8 @@ def _attend_block(sizes: Sizes, shared: Shared, worker, tile, queries, keys, sum
     logits = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     plgpu.barrier_arrive(shared.k_free.at[tile])
     key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    logits = jnp.where((key >= first) & (key < end), _to_log2(sizes, logits), MASKED)
+    logits = to_log2(logits, sizes.scale, sizes.soft_cap)
+    logits = jnp.where((key >= first) & (key < end), logits, MASKED)
     highest = column_reduce("max", logits, shared.scratch.at[worker], interpreted=sizes.interpreted)
     highest = jnp.maximum(sums.highest, highest)
     shrink = jnp.exp2(sums.highest - highest)
@@ -254,31 +250,10 @@ def _attend_block(sizes: Sizes, shared: Shared, worker, tile, queries, keys, sum
     store_weights(p.astype(sizes.dtype), weights, TILED, interpreted=sizes.interpreted)
     plgpu.commit_smem()
     plgpu.barrier_wait(shared.v_full.at[tile])
-    _zero_values_outside(sizes, shared.v.at[tile], first, end)
+    zero_values_outside(shared.v.at[tile], first, end)
     acc = _add_values(sizes, acc, shared.v.at[tile].transpose((1, 0)), weights.transpose((1, 0)))
     plgpu.barrier_arrive(shared.v_free.at[tile])
     return Sums(acc, highest, total)
-
-
-def _to_log2(sizes: Sizes, products: jax.Array) -> jax.Array:
-    """From k @ q to logits in base 2, so that softmax takes exp2."""
-    if sizes.soft_cap is None:
-        return products * (sizes.scale * LOG2_E)
-    # cap * tanh(x) = cap - 2 cap / (exp(2 x) + 1): the hardware's own tanh has but 11 bits.
-    slope, cap = 2 * sizes.scale / sizes.soft_cap * LOG2_E, sizes.soft_cap * LOG2_E
-    return cap - (2 * cap) / (jnp.exp2(products * slope) + 1)
-
-
-def _zero_values_outside(sizes: Sizes, values: Any, first: jax.Array, end: jax.Array) -> None:
-    """Zero the rows of a V tile outside `[first, end)`: a weight of 0 times NaN would be NaN."""
-
-    @pl.when((first > 0) | (end < sizes.block))
-    def _zero():
-        shape = (sizes.block, sizes.head_dim)
-        key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where((key >= first) & (key < end), loaded, jnp.zeros_like(loaded))
-        plgpu.commit_smem()
 
 
 def _add_values(sizes: Sizes, acc: jax.Array, values: Any, weights: Any) -> Any:

@@ -203,25 +203,26 @@ def empty_sums(plan: BlockPlan) -> Sums:
     )
 
 
-def to_log2(plan: BlockPlan, products: jax.Array) -> jax.Array:
+def to_log2(products: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
     """From q @ k to logits in base 2, so that softmax takes exp2."""
-    if plan.soft_cap is None:
-        return products * (plan.scale * LOG2_E)
+    if soft_cap is None:
+        return products * (scale * LOG2_E)
     # cap * tanh(x) = cap - 2 cap / (exp(2 x) + 1): the hardware's own tanh has but 11 bits.
-    slope, cap = 2 * plan.scale / plan.soft_cap * LOG2_E, plan.soft_cap * LOG2_E
+    slope, cap = 2 * scale / soft_cap * LOG2_E, soft_cap * LOG2_E
     return cap - (2 * cap) / (jnp.exp2(products * slope) + 1)
 
 
-def zero_values_outside(plan: BlockPlan, values: Any, first: jax.Array, end: jax.Array) -> None:
+def zero_values_outside(values: Any, first: jax.Array, end: jax.Array) -> None:
     """Zero the rows of a V tile outside `[first, end)`: a weight of 0 times NaN would be NaN."""
-    width = min(plan.head_dim, 128)
-    for start in range(0, plan.block, TILE_ROWS):
+    block, head_dim = values.shape
+    width = min(head_dim, 128)
+    for start in range(0, block, TILE_ROWS):
 
         @pl.when((first > start) | (end < start + TILE_ROWS))
         def _zero(start=start):
             shape = (TILE_ROWS, width)
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + start
-            for column in range(0, plan.head_dim, width):  # in parts: registers are scarce
+            for column in range(0, head_dim, width):  # in parts: registers are scarce
                 part = values.at[pl.ds(start, TILE_ROWS), pl.ds(column, width)]
                 loaded = plgpu.load(part, layout=plgpu.Layout.WGMMA)
                 part[...] = jnp.where((key >= first) & (key < end), loaded, jnp.zeros_like(loaded))

@@ -41,6 +41,11 @@ from pallas_kernels.attention.tuning import PrefillTuningConfig, prefill_tuning
 from pallas_kernels.platform import gpu_kind
 
 ALIGNMENT = 8  # TMA reads q in tiles of 8 tokens
+# Query tiles in shared memory: the next one is fetched early. With one alone, warpgroups that take
+# turns would wait for ever: the later one's last turn needs the other's first of the next tile.
+QUERY_BUFFERS = 2
+# Registers of a thread where two warpgroups compute: they get most of what the loading one has.
+COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
 
 
 @functools.partial(
@@ -210,19 +215,19 @@ def _kernel(plan: BlockPlan, tuning: PrefillTuningConfig, has_decoded: bool, *ar
         @pl.when(lax.axis_index("wg") < computing)
         def _compute():
             if computing > 1:
-                plgpu.set_max_registers(tuning.compute_registers, action="increase")
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             tile = Tile(ring, queries, weights, turns)
             _compute_all(plan, tuning, refs, tile, tuple(staged), copied)
 
         @pl.when(lax.axis_index("wg") == computing)
         def _load():
             if computing > 1:
-                plgpu.set_max_registers(tuning.load_registers, action="decrease")
+                plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
             _load_all(plan, tuning, refs, ring, queries)
 
     tile = (computing, TILE_ROWS, plan.head_dim)
-    tiles = plgpu.SMEM((tuning.query_buffers, *tile), plan.dtype, transforms=TILED)
-    per_buffer = plgpu.Barrier(num_arrivals=computing, num_barriers=tuning.query_buffers)
+    tiles = plgpu.SMEM((QUERY_BUFFERS, *tile), plan.dtype, transforms=TILED)
+    per_buffer = plgpu.Barrier(num_arrivals=computing, num_barriers=QUERY_BUFFERS)
     weights = plgpu.SMEM((computing, TILE_ROWS, plan.block), plan.dtype, transforms=TILED)
     staged = (plgpu.SMEM(tile, plan.dtype, transforms=TILED), plgpu.SMEM(tile, plan.dtype))
     pl.run_scoped(
@@ -239,7 +244,7 @@ def _kernel(plan: BlockPlan, tuning: PrefillTuningConfig, has_decoded: bool, *ar
 
 def _load_all(plan: BlockPlan, tuning, refs: Refs, ring: Ring, queries: _Queries) -> None:
     """Fetch the queries, keys and values of all items."""
-    buffers = jnp.int32(tuning.query_buffers)
+    buffers = jnp.int32(QUERY_BUFFERS)
 
     def load(work: Work, index, position):
         buffer = lax.rem(index, buffers)
@@ -279,7 +284,7 @@ def _compute_all(plan: BlockPlan, tuning, refs: Refs, tile: Tile, staged, copied
     begin_turns(tuning, tile.turns, warpgroup)
 
     def compute(work: Work, index, position):
-        buffer = lax.rem(index, jnp.int32(tuning.query_buffers))
+        buffer = lax.rem(index, jnp.int32(QUERY_BUFFERS))
         mine = tile._replace(queries=queries.tiles.at[buffer, warpgroup], weights=weights)
         first_token = work.first_token + warpgroup * TILE_ROWS
         first = jnp.clip(work.tokens[0] - first_token, 0, TILE_ROWS)
@@ -288,12 +293,12 @@ def _compute_all(plan: BlockPlan, tuning, refs: Refs, tile: Tile, staged, copied
 
         @pl.when(count > 0)
         def _attend():
-            acc, total = attend(plan, tuning, mine, span_of(plan, work, warpgroup), position)
+            acc, total = attend(plan, mine, span_of(plan, work, warpgroup), position)
             acc = acc * lax.broadcast_in_dim(1 / jnp.maximum(total, 1e-30), acc.shape, [0])
             out = refs.out.at[:, work.head]
             write_tile(acc.astype(plan.dtype), staged, out, first_token, first, count)
 
-        pl.when(count == 0)(lambda: skip(plan, tuning, mine, work.steps, position))
+        pl.when(count == 0)(lambda: skip(plan, mine, work.steps, position))
         plgpu.barrier_arrive(queries.free.at[buffer])
 
     for_each_work(plan, refs, compute)

@@ -18,9 +18,6 @@ class DecodeTuningConfig:
       num_processors: streaming multiprocessors to fill.
       programs_per_processor: thread blocks that fit one multiprocessor.
       min_split_tokens: contexts are cut into pieces of about this length, or longer.
-      dependent_launch: let this kernel start before the one ahead of it has ended, and the next
-        one before this has (programmatic dependent launch). Only the plan is read early: it must
-        be older than the kernel ahead.
     """
 
     block_tokens: int
@@ -29,7 +26,6 @@ class DecodeTuningConfig:
     num_processors: int = 132
     programs_per_processor: int = 1
     min_split_tokens: int = 512
-    dependent_launch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,42 +35,28 @@ class PrefillTuningConfig:
     Attributes:
       block_tokens: keys a tile, a multiple of 64.
       num_stages: K tiles (and as many V tiles) in flight.
-      compute_warpgroups: 1 to 3, of 64 queries each, that share the K and V tiles.
-      query_buffers: query tiles in shared memory; with 2 the next one is fetched early.
+      compute_warpgroups: 1 or 2, of 64 queries each, that share the K and V tiles.
       ping_pong: two computing warpgroups take turns at the tensor cores.
-      overlap: the values of a block are multiplied during the softmax of the next one.
       num_programs: thread blocks that share the query tiles; one fits a multiprocessor.
-      compute_registers: registers of a thread that computes, where there are several warpgroups.
-      load_registers: registers of a thread of the loading warpgroup, likewise.
 
     Raises:
-      ValueError: ping_pong without two computing warpgroups, or more registers than there are.
+      ValueError: not 1 or 2 computing warpgroups, or ping_pong without two.
     """
 
     block_tokens: int
     num_stages: int
     compute_warpgroups: int = 2
-    query_buffers: int = 2
     ping_pong: bool = False
-    overlap: bool = False
     num_programs: int = 132
-    compute_registers: int = 232
-    load_registers: int = 40
 
     def __post_init__(self) -> None:
-        """Refuse what would hang: turns that nobody takes, and registers that never come."""
+        """Refuse more warpgroups than there are registers for, and turns that nobody takes."""
+        if self.compute_warpgroups not in (1, 2):
+            raise ValueError(f"compute_warpgroups must be 1 or 2; got {self.compute_warpgroups}")
         if self.ping_pong and self.compute_warpgroups != 2:
             raise ValueError(
                 "compute_warpgroups must be 2 with ping_pong; got "
                 f"compute_warpgroups={self.compute_warpgroups}"
-            )
-        warpgroups = self.compute_warpgroups + 1
-        available = 65536 // (128 * warpgroups) // 8 * 8 * warpgroups
-        used = self.compute_registers * self.compute_warpgroups + self.load_registers
-        if self.compute_warpgroups > 1 and used > available:
-            raise ValueError(
-                f"registers of one thread of each of {warpgroups} warpgroups must be at most "
-                f"{available} together; got {used}"
             )
 
 

@@ -27,7 +27,6 @@ from pallas_kernels.fused.mosaic_rows import (
     round_to,
     rows_layout,
     vector_length,
-    weights_first,
 )
 
 MAX_WIDTH = 16384
@@ -46,9 +45,7 @@ class AddNormTuning:
     warpgroups: int
 
 
-@functools.partial(
-    jax.jit, static_argnames=("eps", "gain_offset", "dependent_launch", "interpret", "tuning")
-)
+@functools.partial(jax.jit, static_argnames=("eps", "gain_offset", "interpret", "tuning"))
 def add_norm(
     x: jax.Array,
     delta: jax.Array | None,
@@ -58,7 +55,6 @@ def add_norm(
     eps: float,
     gain_offset: float = 0.0,
     delta_gains: jax.Array | None = None,
-    dependent_launch: bool = False,
     interpret: Any = None,
     tuning: AddNormTuning | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +69,6 @@ def add_norm(
       eps: added to the mean square.
       gain_offset: added to the gains in float32 (Gemma: 1).
       delta_gains: [L, D]; delta is itself normalised by them before it is added (Gemma 2).
-      dependent_launch: start while the kernel before is still running, and wait for it.
       interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
       tuning: None = chosen by the shape.
 
@@ -108,7 +103,6 @@ def add_norm(
         dtype=x.dtype,
         has_delta=delta is not None,
         has_delta_gains=delta_gains is not None,
-        dependent_launch=dependent_launch,
     )
     arrays = [array for array in (x, delta, gains, delta_gains) if array is not None]
     outs = _launch(plan, arrays, layer, interpret)
@@ -147,7 +141,6 @@ class _Plan:
     dtype: Any
     has_delta: bool
     has_delta_gains: bool
-    dependent_launch: bool
 
     @property
     def rows(self) -> int:
@@ -199,11 +192,9 @@ def _kernel(plan: _Plan, x_ref: Any, *others: Any) -> None:
     layer_ref, *outs = refs
     layout = rows_layout(plan.rows, plan.columns, WARP_LANES)
     index, layer = _index(plan), layer_index(layer_ref, gains_ref)
-    load_gains = functools.partial(_load_gains, plan, (gains_ref, delta_gains_ref), layer, layout)
-    load_gains = weights_first(plan.dependent_launch, load_gains)
     y = load(x_ref.at[index], layout)
     delta = None if delta_ref is None else load_sum(delta_ref, index, layout, plan.dtype)
-    gains, delta_gains = load_gains()
+    gains, delta_gains = _load_gains(plan, (gains_ref, delta_gains_ref), layer, layout)
     if delta is not None:
         if delta_gains is not None:
             delta = round_to(_normalise(plan, delta, delta_gains, exchange[1], layout), plan.dtype)

@@ -91,13 +91,7 @@ def check_rotary_inputs(
     return group
 
 
-def check_gate_up_inputs(
-    gate_up: jax.Array,
-    activation: str,
-    dtype: DTypeLike,
-    bias: jax.Array | None,
-    layer: jax.Array | None,
-) -> None:
+def check_gate_up_inputs(gate_up: jax.Array, activation: str, dtype: DTypeLike) -> None:
     """Refuse what `gated_activation` cannot read; its docstring says what each array is.
 
     Raises:
@@ -110,7 +104,3 @@ def check_gate_up_inputs(
     if width % 2:
         raise ValueError(f"gate_up must hold as much gate as up; got width {width}")
     check_sum("gate_up", gate_up, width, dtype)
-    if bias is not None:
-        check_shape("bias", bias, (None, width))
-    if (bias is None) != (layer is None):
-        raise ValueError("bias and layer must come together; got one of them")

@@ -20,14 +20,10 @@ from pallas_kernels.fused.mosaic_rows import (
     WARPS,
     check_model_dtype,
     interpret_option,
-    layer_index,
-    load,
     load_sum,
-    over_rows,
     power_of_two_below,
     round_to,
     rows_layout,
-    weights_first,
 )
 
 MANY_TOKENS = 1024  # from here on, bandwidth counts and no longer a token's latency
@@ -54,17 +50,12 @@ class GatedActivationTuning:
             )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("activation", "dtype", "dependent_launch", "interpret", "tuning")
-)
+@functools.partial(jax.jit, static_argnames=("activation", "dtype", "interpret", "tuning"))
 def gated_activation(
     gate_up: jax.Array,
     *,
     activation: Activation,
     dtype: DTypeLike,
-    bias: jax.Array | None = None,
-    layer: jax.Array | None = None,
-    dependent_launch: bool = False,
     interpret: Any = None,
     tuning: GatedActivationTuning | None = None,
 ) -> jax.Array:
@@ -75,9 +66,6 @@ def gated_activation(
         first rounded to `dtype`.
       activation: "silu", or "gelu_tanh" (GELU by its tanh approximation).
       dtype: bfloat16 or float16, of the model.
-      bias: [L, 2 * F] in `dtype`, of all layers, added first.
-      layer: int32[1], which bias to read; comes with a bias only.
-      dependent_launch: start while the kernel before is still running, and wait for it.
       interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
       tuning: None = chosen by the shape.
 
@@ -88,7 +76,7 @@ def gated_activation(
       ValueError: shapes or dtypes do not fit, or `fits_gated_activation` says no.
     """
     check_model_dtype("dtype", dtype)
-    check_gate_up_inputs(gate_up, activation, dtype, bias, layer)
+    check_gate_up_inputs(gate_up, activation, dtype)
     T, F = gate_up.shape[-2], gate_up.shape[-1] // 2
     if not fits_gated_activation(F):
         raise ValueError(f"F must be a multiple of {MAX_VECTOR}, at least {WARP_LANES}; got {F}")
@@ -100,10 +88,8 @@ def gated_activation(
         columns=_columns(F, tuning.columns),
         activation=activation,
         dtype=jnp.dtype(dtype),
-        dependent_launch=dependent_launch,
     )
     gate_up = gate_up.reshape(*gate_up.shape[:-1], 2, F)
-    inputs = () if bias is None else (bias.reshape(-1, 2, F), layer)
     run = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((T, F), plan.dtype),
@@ -112,7 +98,7 @@ def gated_activation(
         compiler_params=COMPILER_PARAMS,
         **interpret_option(interpret),
     )
-    return run(gate_up, *inputs)
+    return run(gate_up)
 
 
 def fits_gated_activation(width: int) -> bool:
@@ -145,37 +131,17 @@ class _Plan:
     columns: int
     activation: Activation
     dtype: Any
-    dependent_launch: bool
 
 
-def _kernel(plan: _Plan, gate_up_ref: Any, *refs: Any) -> None:
+def _kernel(plan: _Plan, gate_up_ref: Any, out_ref: Any) -> None:
     """One tile; those at the ends start early enough to be full, and do a part twice."""
-    *bias_refs, out_ref = refs
     layout = rows_layout(plan.rows, plan.columns, WARP_LANES)
     row = jnp.minimum(lax.axis_index("row") * plan.rows, plan.tokens - plan.rows)
     column = jnp.minimum(lax.axis_index("column") * plan.columns, plan.width - plan.columns)
     rows, columns = pl.ds(row, plan.rows), pl.ds(column, plan.columns)
-    load_biases = weights_first(
-        plan.dependent_launch, functools.partial(_load_biases, plan, bias_refs, columns, layout)
-    )
-    halves = [load_sum(gate_up_ref, (rows, i, columns), layout, plan.dtype) for i in range(2)]
-    for i, bias in enumerate(load_biases()):
-        halves[i] = round_to(halves[i] + bias, plan.dtype)
-    gate, up = halves
+    gate, up = (load_sum(gate_up_ref, (rows, i, columns), layout, plan.dtype) for i in range(2))
     activated = round_to(_activate(plan.activation, gate), plan.dtype)
     out_ref[rows, columns] = (activated * up).astype(plan.dtype)
-
-
-def _load_biases(plan: _Plan, refs: list[Any], columns: Any, layout: Any) -> list[jax.Array]:
-    """float32[rows, columns] of gate and up; nothing where there is no bias."""
-    if not refs:
-        return []
-    bias_ref, layer_ref = refs
-    layer = layer_index(layer_ref, bias_ref)
-    return [
-        over_rows(load(bias_ref.at[layer, i, columns], layout.reduce((0,))), plan.rows, layout)
-        for i in range(2)
-    ]
 
 
 def _activate(activation: Activation, x: jax.Array) -> jax.Array:

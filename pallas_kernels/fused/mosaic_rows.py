@@ -4,7 +4,6 @@ These kernels use no shared memory for their data: each thread loads vectors of 
 works in registers and stores. A layout says which thread holds what.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -130,22 +129,6 @@ def over_columns(rows: jax.Array, columns: int, layout: Any) -> jax.Array:
     """[rows] -> [rows, columns]."""
     shape = (rows.shape[0], columns)
     return plgpu.layout_cast(lax.broadcast_in_dim(rows, shape, (0,)), layout)
-
-
-def weights_first[Weights](
-    dependent_launch: bool, load_weights: Callable[[], Weights]
-) -> Callable[[], Weights]:
-    """Where the launch is early, load weights and then wait for the kernel before.
-
-    No kernel writes weights, so nobody has to wait for them. Without an early launch they are
-    loaded when the result is called: late, since they must first know the layer.
-    """
-    if not dependent_launch:
-        return load_weights
-    plgpu.griddepcontrol_launch_dependents()
-    weights = load_weights()
-    plgpu.griddepcontrol_wait()
-    return lambda: weights
 
 
 def interpret_option(interpret: Any) -> dict[str, Any]:

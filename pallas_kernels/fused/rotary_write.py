@@ -25,7 +25,6 @@ from pallas_kernels.fused.mosaic_rows import (
     power_of_two_below,
     round_to,
     rows_layout,
-    weights_first,
 )
 
 LANES = (16, 8)  # threads that may share a head; the first that fits is taken
@@ -52,7 +51,7 @@ class RotaryWriteTuning:
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "num_kv_heads", "head_dim", "eps", "gain_offset", "dependent_launch", "interpret", "tuning",
+        "num_kv_heads", "head_dim", "eps", "gain_offset", "interpret", "tuning",
     ),
 )  # fmt: skip
 def rotary_write(
@@ -72,7 +71,6 @@ def rotary_write(
     k_gains: jax.Array | None = None,
     eps: float = 0.0,
     gain_offset: float = 0.0,
-    dependent_launch: bool = False,
     interpret: Any = None,
     tuning: RotaryWriteTuning | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -98,7 +96,6 @@ def rotary_write(
       k_gains: [L, H]; the same of the key heads. Both or none.
       eps: added to the mean square.
       gain_offset: added to the gains in float32.
-      dependent_launch: start while the kernel before is still running, and wait for it.
       interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
       tuning: None = chosen by the shape.
 
@@ -136,7 +133,6 @@ def rotary_write(
         dtype=k_pages.dtype,
         has_bias=bias is not None,
         has_gains=q_gains is not None,
-        dependent_launch=dependent_launch,
     )
     weights = [weight for weight in (bias, q_gains, k_gains) if weight is not None]
     return _launch(plan, qkv, weights, (cos, sin, slots, layer, cache_layer), (k_pages, v_pages),
@@ -181,7 +177,6 @@ class _Plan:
     dtype: Any
     has_bias: bool
     has_gains: bool
-    dependent_launch: bool
 
     @property
     def lanes(self) -> int:
@@ -283,18 +278,13 @@ def _make_queries(plan: _Plan, inputs: _Inputs, q_out: Any, program: jax.Array) 
     places = [(kv_head, part * count + i) for i in range(count)]
     layer = inputs.layer_index()
 
-    def load_weights():
-        biases = [
-            _load_pieces(plan, inputs.bias, (layer, *place), rows, is_shared=True)
-            for place in places
-        ]
-        return biases, _load_gains(plan, inputs.gains[0], layer, rows)
-
-    load_weights = weights_first(plan.dependent_launch, load_weights)
     heads = [_load_heads(plan, inputs.qkv, (tokens, *place), rows) for place in places]
     layout = _layout(plan, rows, plan.pieces[0])
     angles = [load(ref.at[tokens], layout) for ref in inputs.angles]
-    biases, gains = load_weights()
+    biases = [
+        _load_pieces(plan, inputs.bias, (layer, *place), rows, is_shared=True) for place in places
+    ]
+    gains = _load_gains(plan, inputs.gains[0], layer, rows)
     for place, head, bias in zip(places, heads, biases, strict=True):
         head = _normalise(plan, _add_bias(plan, head, bias), gains)
         _store(plan, q_out, (tokens, *place), _rotate(head, angles), rows)
@@ -309,14 +299,6 @@ def _write_tokens(plan: _Plan, inputs: _Inputs, pages: tuple[Any, Any], program:
     tokens = [jnp.minimum(block * count + i, plan.tokens - 1) for i in range(count)]
     layer = inputs.layer_index()
 
-    def load_weights():
-        biases = [
-            _load_pieces(plan, inputs.bias, (layer, *place), rows, is_shared=False)
-            for place in places
-        ]
-        return biases, _load_gains(plan, inputs.gains[1], layer, rows)
-
-    load_weights = weights_first(plan.dependent_launch, load_weights)
     slots = [_divide(inputs.slots[token], plan.page_size) for token in tokens]
     cache_layer = inputs.cache_layer[0]
     heads = [
@@ -328,7 +310,10 @@ def _write_tokens(plan: _Plan, inputs: _Inputs, pages: tuple[Any, Any], program:
         [_load_columns(plan, ref.at[token], rows, half) for ref in inputs.angles]
         for token in tokens
     ]
-    biases, gains = load_weights()
+    biases = [
+        _load_pieces(plan, inputs.bias, (layer, *place), rows, is_shared=False) for place in places
+    ]
+    gains = _load_gains(plan, inputs.gains[1], layer, rows)
     for token_heads, token_angles, slot in zip(heads, angles, slots, strict=True):
         key, value = (
             _add_bias(plan, head, bias) for head, bias in zip(token_heads, biases, strict=True)

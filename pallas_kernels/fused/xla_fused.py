@@ -97,15 +97,10 @@ def gated_activation(
     *,
     activation: Activation,
     dtype: DTypeLike,
-    bias: jax.Array | None = None,
-    layer: jax.Array | None = None,
 ) -> jax.Array:
     """As `pallas_kernels.fused.gated_activation.gated_activation`, for any float type."""
-    check_gate_up_inputs(gate_up, activation, dtype, bias, layer)
-    whole = total(gate_up, dtype)
-    if bias is not None and layer is not None:
-        whole = whole + bias[layer[0]]
-    gate, up = jnp.split(whole, 2, axis=-1)
+    check_gate_up_inputs(gate_up, activation, dtype)
+    gate, up = jnp.split(total(gate_up, dtype), 2, axis=-1)
     return ACTIVATIONS[activation](gate) * up
 
 

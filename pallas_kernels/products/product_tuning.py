@@ -15,9 +15,6 @@ class ProductTuningConfig:
       min_share_kib: no program reads less than this of the weights, unless the tile is smaller.
       num_processors: streaming multiprocessors; as many programs at most.
       enough_programs: so many programs, reading weights and activations, saturate the memory.
-      dependent_launch: the weights are fetched before the previous kernel has ended
-        (programmatic dependent launch). `layer` must then be older than that kernel, as a
-        constant is.
     """
 
     block_n: int | None = None
@@ -27,7 +24,6 @@ class ProductTuningConfig:
     min_share_kib: int = 32
     num_processors: int = 132
     enough_programs: int = 80
-    dependent_launch: bool = False
 
 
 # Not yet tuned. The transposed weight is the output head, whose logits need one plane.

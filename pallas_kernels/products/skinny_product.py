@@ -85,7 +85,6 @@ def skinny_product(
         columns=columns,
         transposed=transposed,
         dtype=x.dtype,
-        dependent_launch=tuning.dependent_launch and interpret is None,
     )
     return _launch(plan, x, weights, layer, interpret)[:, :num_rows]
 
@@ -111,14 +110,13 @@ def _refusal(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Static numbers of one kernel: the schedule, padded rows S, N, and how it runs."""
+    """Static numbers of one kernel: the schedule, padded rows S, N, and how weights are stored."""
 
     schedule: ProductSchedule
     rows: int
     columns: int
     transposed: bool
     dtype: Any
-    dependent_launch: bool
 
     @property
     def group_columns(self) -> int:
@@ -197,7 +195,7 @@ def _first_column(plan: _Plan, tile: jax.Array) -> jax.Array:
 def _load_share(
     plan: _Plan, ring: _Ring, share: _Share, x_ref: Any, w_ref: Any, layer_ref: Any
 ) -> None:
-    """Fetch the steps of this program; the weights, which nobody writes, wait for no kernel."""
+    """Fetch the steps of this program; the ring is first filled with weights, then with x."""
     schedule = plan.schedule
     stages, steps = jnp.int32(schedule.stages), jnp.int32(schedule.steps)
     layer = layer_ref[0]
@@ -222,15 +220,9 @@ def _load_share(
     def _fill_weights(index):
         fetch_weights(index, index)
 
-    if plan.dependent_launch:
-        plgpu.griddepcontrol_wait()
-
     @pl.loop(0, filled)
     def _fill_x(index):
         fetch_x(index, index)
-
-    if plan.dependent_launch:
-        plgpu.griddepcontrol_launch_dependents()
 
     @pl.loop(filled, count)
     def _refill(index):

@@ -85,13 +85,11 @@ def sample(
     numbers = jnp.stack(
         [limits.scale, limits.noise_scale, limits.top_p, limits.log2_min_p], axis=1
     )  # fmt: skip
-    cluster = {} if tuning.parts == 1 else {"cluster": (tuning.parts,), "cluster_names": ("part",)}
     run = plgpu.kernel(
         functools.partial(_kernel, tuning),
         out_type=[jax.ShapeDtypeStruct((num_rows,), jnp.int32)] * 2,
         grid=(num_rows,),
         grid_names=("row",),
-        **cluster,
         num_threads=tuning.warpgroups,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,
@@ -110,8 +108,6 @@ def _kernel(tuning: SamplingTuningConfig, logits_ref, words_ref, numbers_ref, *o
         *(numbers_ref[row_index, column] for column in range(4)),
     )
     is_writer = lax.axis_index("wg") == 0
-    if tuning.parts > 1:
-        is_writer &= lax.axis_index("part") == 0
 
     def write(token, is_finite):
         @pl.when(is_writer)

@@ -37,14 +37,11 @@ class SamplingTuningConfig:
 
     Attributes:
       warpgroups: of a thread block, at most 8.
-      parts: thread blocks (a cluster) that share a row, at most 8; 1 in interpret mode, which
-        has no shared memory of clusters.
       tile_lines: lines of 128 logits a tile, a multiple of 4.
       num_stages: tiles in flight for each warpgroup; `warpgroups * num_stages` is at most 32.
     """
 
     warpgroups: int
-    parts: int = 1
     tile_lines: int = 16
     num_stages: int = 6
 
@@ -86,15 +83,11 @@ class Shared(NamedTuple):
 def shared_memory(tuning: SamplingTuningConfig) -> Shared:
     """The scratch of one thread block."""
     num_tiles = tuning.warpgroups * tuning.num_stages
-    if tuning.parts == 1:
-        all_told = plgpu.Barrier(num_arrivals=tuning.warpgroups)
-    else:
-        all_told = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=tuning.warpgroups)
     return Shared(
         tiles=plgpu.SMEM((num_tiles, tuning.tile_lines, LINE), jnp.float32),
         full=plgpu.Barrier(num_barriers=num_tiles),
         told=plgpu.SMEM((2, tuning.warpgroups * BLOCK_LINES), jnp.float32),
-        all_told=all_told,
+        all_told=plgpu.Barrier(num_arrivals=tuning.warpgroups),
     )
 
 
@@ -184,11 +177,10 @@ def full(value: float | int) -> jax.Array:
 def _fold_row(tuning: SamplingTuningConfig, shared: Shared, row: Row, step, start):
     """Step over this warpgroup's tiles of the row; the last tile begins where it still fits."""
     stages, lines = tuning.num_stages, tuning.tile_lines
-    workers, wg = tuning.parts * tuning.warpgroups, lax.axis_index("wg")
-    worker = wg if tuning.parts == 1 else lax.axis_index("part") * tuning.warpgroups + wg
+    warpgroups, wg = tuning.warpgroups, lax.axis_index("wg")
     num_lines = row.logits.shape[0]
     num_tiles = -(-num_lines // lines)
-    steps = lax.div(num_tiles - worker + (workers - 1), jnp.int32(workers))
+    steps = lax.div(num_tiles - wg + (warpgroups - 1), jnp.int32(warpgroups))
     line, column = (
         plgpu.broadcasted_iota(jnp.int32, (BLOCK_LINES, LINE), axis, layout=LINES)
         for axis in (0, 1)
@@ -196,7 +188,7 @@ def _fold_row(tuning: SamplingTuningConfig, shared: Shared, row: Row, step, star
     offset = line * LINE + column
 
     def begin_of(tile):
-        first = (worker + tile * workers) * lines
+        first = (wg + tile * warpgroups) * lines
         return first, jnp.minimum(first, num_lines - lines)
 
     def place(tile):
@@ -240,11 +232,8 @@ def _gather(
         shared.told[number, place] = value
     plgpu.barrier_arrive(shared.all_told)
     plgpu.barrier_wait(shared.all_told)
-    refs = [shared.told]
-    if tuning.parts > 1:
-        refs = [plgpu.cluster_ref(shared.told, {"part": part}) for part in range(tuning.parts)]
     told = [
-        [ref[number, line] for ref in refs for line in range(tuning.warpgroups * BLOCK_LINES)]
+        [shared.told[number, line] for line in range(tuning.warpgroups * BLOCK_LINES)]
         for number in range(len(values))
     ]
     plgpu.commit_smem()  # all threads of the warpgroup have read, before it says so

@@ -73,11 +73,10 @@ def test_interpreted_kernel_matches_the_jnp_version(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dependent_launch", [False, True])
 @pytest.mark.parametrize("case", LARGE)
-def test_kernel_matches_the_jnp_version_on_a_gpu(case, dependent_launch):
+def test_kernel_matches_the_jnp_version_on_a_gpu(case):
     args, options = make_inputs(*case[:4], dtype=case[5])
-    got = add_norm(*args, dependent_launch=dependent_launch, **options)
+    got = add_norm(*args, **options)
     assert_close(got, xla_fused.add_norm(*args, **options))
 
 
@@ -112,12 +111,6 @@ def test_every_hidden_size_lowers_for_cuda(num_tokens):
         args = (struct((num_tokens, width)), delta, struct((3, width)), LAYER)
         lowered = add_norm.trace(*args, eps=1e-5).lower(lowering_platforms=("cuda",))
         assert "mosaic_gpu" in lowered.as_text()
-
-
-def test_an_early_launch_is_marked_for_cuda():
-    args, options = make_inputs(8, 1024, 4, True, "bfloat16")
-    traced = add_norm.trace(*args, dependent_launch=True, **options)
-    assert "uses_pdl" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_few_tokens_get_more_threads_than_many():

@@ -107,7 +107,7 @@ def test_kernel_lowers_for_cuda(heads, page_size, options):
         {"block_tokens": 128, "num_stages": 1},
         {"num_workers": 4, "num_stages": 1},
         {"programs_per_processor": 2, "num_workers": 2},
-        {"num_workers": 1, "dependent_launch": True},
+        {"num_workers": 1},
     ],
 )
 def test_tuning_configs_lower(changes):

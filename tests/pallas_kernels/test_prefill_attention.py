@@ -10,7 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.paged_inputs import PrefillTiles
 from pallas_kernels.attention.prefill_attention import prefill_attention, prefill_tiles
 from pallas_kernels.attention.tuning import PrefillTuningConfig, prefill_tuning
-from pallas_kernels.platform import gpu_kind
 from tests.pallas_kernels.paged_cases import (
     PagedCase,
     PagedInputs,
@@ -19,26 +18,14 @@ from tests.pallas_kernels.paged_cases import (
 )
 
 INTERPRETED = [
-    (PagedCase((1, 100, 29), (40, 170, 29), heads=(2, 1, 128), padding=6, first_row=1), {}),
-    (
-        PagedCase((70, 0, 3), (270, 0, 3), heads=(3, 1, 64), page_size=64, window=40, cap=5.0),
-        {"overlap": True},
-    ),
-    (
-        PagedCase((70, 9), (70, 139), heads=(2, 2, 256), page_size=128, dtype="float16"),
-        {"overlap": True},
-    ),
+    PagedCase((1, 100, 29), (40, 170, 29), heads=(2, 1, 128), padding=6, first_row=1),
+    PagedCase((70, 0, 3), (270, 0, 3), heads=(3, 1, 64), page_size=64, window=40, cap=5.0),
+    PagedCase((70, 9), (70, 139), heads=(2, 2, 256), page_size=128, dtype="float16"),
 ]
-# Other schedules, for one warpgroup, two and three.
 SCHEDULES = [
-    {"ping_pong": False, "compute_warpgroups": 1, "query_buffers": 1},
-    {
-        "ping_pong": False,
-        "compute_warpgroups": 3,
-        "compute_registers": 160,
-        "load_registers": 32,
-    },
-    {"overlap": True, "query_buffers": 1},
+    {"ping_pong": False, "compute_warpgroups": 1},
+    {"ping_pong": False},
+    {"ping_pong": True},
 ]
 # (N, K, H), page size, options
 LOWERED = [
@@ -81,11 +68,19 @@ def interpret(case: PagedCase, inputs: PagedInputs, tuning: PrefillTuningConfig,
 
 
 @WITH_NAN
-@pytest.mark.parametrize(("case", "changes"), INTERPRETED)
-def test_interpreted_kernel_matches_the_reference(case, changes):
+@pytest.mark.parametrize("case", INTERPRETED)
+def test_interpreted_kernel_matches_the_reference(case):
     inputs = make_inputs(case)
-    got = interpret(case, inputs, tuning_of(case, **changes))
+    got = interpret(case, inputs, tuning_of(case))
     assert_matches_reference(got, case, inputs)
+
+
+@WITH_NAN
+def test_a_batch_of_decode_rows_alone_passes_through():
+    case = PagedCase((1, 1, 1), (4, 66, 5), padding=5, heads=(2, 1, 64), first_row=3)
+    decoded = jnp.arange(3 * 2 * 64, dtype=jnp.bfloat16).reshape(3, 2, 64)
+    got = interpret(case, make_inputs(case), tuning_of(case), decoded)
+    assert (got[:3] == decoded).all() and not got[3:].any()
 
 
 @WITH_NAN
@@ -110,14 +105,13 @@ def test_every_schedule_matches_and_results_of_decode_rows_pass_through(changes)
 
 
 @pytest.mark.parametrize(("heads", "page_size", "options"), LOWERED)
-@pytest.mark.parametrize(("num_tokens", "overlap"), [(12, False), (512, True)])
-def test_kernel_lowers_for_cuda(heads, page_size, options, num_tokens, overlap):
+@pytest.mark.parametrize("num_tokens", [12, 512])
+def test_kernel_lowers_for_cuda(heads, page_size, options, num_tokens):
     num_heads, num_kv_heads, head_dim = heads
-    tuning = dataclasses.replace(prefill_tuning(None, head_dim, "bfloat16"), overlap=overlap)
     q = jnp.zeros((num_tokens, num_heads, head_dim), jnp.bfloat16)
     pages = jnp.zeros((1, 4, page_size, num_kv_heads, head_dim), jnp.bfloat16)
     ints = [jnp.zeros(n, jnp.int32) for n in (1, (4, 4096 // page_size), 4, 5, 1)]
-    run = jax.jit(lambda *args: prefill_attention(*args, scale=0.1, tuning=tuning, **options))
+    run = jax.jit(lambda *args: prefill_attention(*args, scale=0.1, **options))
     lowered = run.trace(q, pages, pages, *ints, q[:4]).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
@@ -140,22 +134,16 @@ def test_other_arguments_that_do_not_fit_are_refused():
         prefill_attention(*inputs, first_row, None, tiles, scale=1.0)
 
 
-def test_turns_without_two_warpgroups_are_refused():
+def test_warpgroups_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="compute_warpgroups must be 1 or 2; got 3"):
+        PrefillTuningConfig(block_tokens=64, num_stages=2, compute_warpgroups=3)
     with pytest.raises(ValueError, match="must be 2 with ping_pong; got compute_warpgroups=1"):
         PrefillTuningConfig(block_tokens=64, num_stages=2, ping_pong=True, compute_warpgroups=1)
 
 
-def test_more_registers_than_a_multiprocessor_has_are_refused():
-    with pytest.raises(ValueError, match="3 warpgroups must be at most 504 together; got 512"):
-        PrefillTuningConfig(block_tokens=64, num_stages=2, compute_registers=240, load_registers=32)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("case", ON_GPU)
-def test_kernel_on_a_gpu_matches_the_reference(case, overlap):
+def test_kernel_on_a_gpu_matches_the_reference(case):
     inputs = make_inputs(case)
-    tuning = prefill_tuning(gpu_kind(), case.heads[2], case.dtype)
-    tuning = dataclasses.replace(tuning, overlap=overlap)
-    got = prefill_attention(*inputs, jnp.array([case.first_row]), tuning=tuning, **case.options)
+    got = prefill_attention(*inputs, jnp.array([case.first_row]), **case.options)
     assert_matches_reference(got, case, inputs)

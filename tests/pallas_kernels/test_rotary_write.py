@@ -68,12 +68,11 @@ def test_interpreted_kernel_matches_the_jnp_version(case, fields, tuning):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dependent_launch", [False, True])
 @pytest.mark.parametrize("parts", [0, 4])
 @pytest.mark.parametrize("heads", [(8, 4), (2, 7), (3, 3)])
-def test_kernel_matches_the_jnp_version_on_a_gpu(heads, parts, dependent_launch):
+def test_kernel_matches_the_jnp_version_on_a_gpu(heads, parts):
     args, options = make_inputs(33, heads, (128, 128, 128), parts=parts, norm=True, bias=True)
-    got = rotary_write(*args, dependent_launch=dependent_launch, **options)
+    got = rotary_write(*args, **options)
     assert_close(got, xla_fused.rotary_write(*args, write=write_by_scatter, **options))
 
 
@@ -104,7 +103,7 @@ def test_jnp_version_is_norm_then_rotation_then_the_write(write, dtype):
         np.testing.assert_array_equal(x, y)
 
 
-def lower_for_cuda(tokens, heads, sizes, **fields):
+def lower_for_cuda(tokens, heads, sizes):
     (K, G), (H, rotary_dim, stored) = heads, sizes
     struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     angles = jax.ShapeDtypeStruct((tokens, rotary_dim // 2), jnp.float32)
@@ -113,7 +112,7 @@ def lower_for_cuda(tokens, heads, sizes, **fields):
         struct((4, 1000, 16, K, stored)), LAYER, CACHE_LAYER,
         jax.ShapeDtypeStruct((tokens,), jnp.int32), angles, angles,
     )  # fmt: skip
-    call = functools.partial(rotary_write, num_kv_heads=K, head_dim=H, **fields)
+    call = functools.partial(rotary_write, num_kv_heads=K, head_dim=H)
     traced = jax.jit(call, donate_argnums=(1, 2)).trace(*args)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -138,11 +137,6 @@ def test_every_head_shape_lowers_for_cuda_and_updates_the_pages_in_place(heads, 
     for output, operand in ((1, 6), (2, 7)):
         assert f"output_tuple_indices = [{output}], operand_index = {operand}" in kernel
     assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == 2
-
-
-def test_an_early_launch_is_marked_for_cuda():
-    text = lower_for_cuda(8, (8, 2), (128, 128, 128), dependent_launch=True)
-    assert "uses_pdl" in text
 
 
 def test_what_does_not_fit_is_refused():

@@ -77,13 +77,13 @@ def test_interpreted_planes_sum_to_the_product_of_the_asked_layer(
     assert_is_product(got, x, weights, transposed)
 
 
-def lower(rows, depth, columns, transposed, tuning=None):
+def lower(rows, depth, columns, transposed):
     shape = (2, columns, depth) if transposed else (2, depth, columns)
     args = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in [((rows, depth), "bfloat16"), (shape, "bfloat16"), ((1,), "int32")]
     ]
-    run = jax.jit(lambda *args: skinny_product(*args, transposed=transposed, tuning=tuning))
+    run = jax.jit(lambda *args: skinny_product(*args, transposed=transposed))
     return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -98,12 +98,6 @@ def test_real_shapes_lower_for_cuda(depth, columns, transposed, rows):
 
 def test_most_rows_lower_for_cuda():
     assert "mosaic_gpu" in lower(128, 4096, 28672, False)
-
-
-def test_dependent_launch_is_in_the_kernel_only_when_asked_for():
-    for is_asked in (False, True):
-        tuning = ProductTuningConfig(dependent_launch=is_asked)
-        assert ("uses_pdl" in lower(8, 1024, 4096, False, tuning)) is is_asked
 
 
 @pytest.mark.parametrize(
