@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from models.layer_slice import LayerSlice
 from pallas_kernels.attention import decode_attention, prefill_attention, xla_attention
 from pallas_kernels.fused import add_norm, gated_activation, kv_write, rotary_write, xla_fused
+from pallas_kernels.fused.fused_inputs import total
 from pallas_kernels.fused.xla_fused import Activation
 from pallas_kernels.platform import AttentionBackend
 from pallas_kernels.products import skinny_product
@@ -250,17 +251,6 @@ def _gate_by_xla(gate_up: jax.Array, *, dtype: jnp.dtype, activation: Activation
     """The same, not flattened: [T, 2 * F] could not say that F is split over a mesh."""
     gate_up = total(gate_up, 3, dtype)
     return xla_fused.ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
-
-
-def total(y: jax.Array, num_axes: int, dtype: jnp.dtype) -> jax.Array:
-    """A sum as one array.
-
-    Args:
-      y: a sum.
-      num_axes: of the result.
-      dtype: of the result.
-    """
-    return y if y.ndim == num_axes else y.sum(0).astype(dtype)
 
 
 def product_precision(dtype: jnp.dtype) -> lax.Precision | None:

@@ -5,9 +5,10 @@ import jax
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.decoder import Decoder, DecoderLayer
-from models.kernels import ModelKernels, total
+from models.kernels import ModelKernels
 from models.kv_cache import KVCache
 from models.layers import OffsetRMSNorm, ScaledEmbedding
+from pallas_kernels.fused.fused_inputs import total
 
 
 class Gemma2Layer(DecoderLayer):

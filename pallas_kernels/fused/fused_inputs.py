@@ -30,6 +30,17 @@ def check_sum(name: str, value: jax.Array, width: int, dtype: DTypeLike) -> None
         )
 
 
+def total(value: jax.Array, num_axes: int, dtype: DTypeLike) -> jax.Array:
+    """A "sum" as one array.
+
+    Args:
+      value: the product's result of `num_axes` axes, or float32 with an axis of parts before them.
+      num_axes: of the result.
+      dtype: of the model, to which the total of parts is rounded.
+    """
+    return value if value.ndim == num_axes else value.sum(0).astype(dtype)
+
+
 def check_shape(name: str, value: jax.Array, shape: tuple[int | None, ...]) -> None:
     """Refuse an array of another shape; None fits any size.
 

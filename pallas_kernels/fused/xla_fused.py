@@ -13,6 +13,7 @@ from pallas_kernels.fused.fused_inputs import (
     check_rotary_inputs,
     check_shape,
     check_sum,
+    total,
 )
 
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -22,11 +23,6 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 # (pages, layer, slots, new) -> pages: one of pallas_kernels.fused.kv_write
 WritePages = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def total(value: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """A product's result in the model dtype, of [T, N] or float32[P, T, N]."""
-    return value.sum(0).astype(dtype) if value.ndim == 3 else value
 
 
 def add_norm(
@@ -43,7 +39,7 @@ def add_norm(
     check_shape("gains", gains, (None, x.shape[1]))
     if delta is not None:
         check_sum("delta", delta, x.shape[1], x.dtype)
-        delta = total(delta, x.dtype)
+        delta = total(delta, 2, x.dtype)
         if delta_gains is not None:
             delta = _norm(delta, delta_gains[layer[0]], eps, gain_offset)
         x = x + delta
@@ -78,7 +74,7 @@ def rotary_write(
     group = check_rotary_inputs(
         qkv, k_pages, v_pages, slots, (cos, sin), bias, (q_gains, k_gains), num_kv_heads, head_dim
     )
-    whole = total(qkv, k_pages.dtype)
+    whole = total(qkv, 2, k_pages.dtype)
     if bias is not None:
         whole = whole + bias[layer[0]]
     T, stored = slots.shape[0], k_pages.shape[4]
@@ -100,7 +96,7 @@ def gated_activation(
 ) -> jax.Array:
     """As `pallas_kernels.fused.gated_activation.gated_activation`, for any float type."""
     check_gate_up_inputs(gate_up, activation, dtype)
-    gate, up = jnp.split(total(gate_up, dtype), 2, axis=-1)
+    gate, up = jnp.split(total(gate_up, 2, dtype), 2, axis=-1)
     return ACTIVATIONS[activation](gate) * up
 
 
