@@ -61,6 +61,7 @@ class Attention(nnx.Module):
         cache: KVCache,
         layer: jax.Array,
         angles: tuple[jax.Array, jax.Array],
+        rows: jax.Array | None,
     ) -> tuple[jax.Array, KVCache]:
         """Attend.
 
@@ -70,16 +71,19 @@ class Attention(nnx.Module):
           cache: all groups.
           layer: int32[1], index of this layer within its cache group.
           angles: cosine and sine of the positions, float32[T, rotary_dim / 2].
+          rows: int32[R], the tokens whose output is projected; None = all, R = T.
 
         Returns:
-          A sum of [T, D], and the cache with this step's keys and values.
+          A sum of [R, D], and the cache with the keys and values of all T tokens.
         """
         q, group = self._write(
             self.qkv_proj.multiply(x), cache.groups[self.cache_group], layer, batch, angles
         )
         out = self._attend(q, group, layer, batch)
-        out = self.o_proj(out[..., : self.head_dim].reshape(x.shape[0], *self.heads, self.head_dim))
-        return out, cache.with_group(self.cache_group, group)
+        if rows is not None:
+            out = out[rows]
+        out = out[..., : self.head_dim].reshape(out.shape[0], *self.heads, self.head_dim)
+        return self.o_proj(out), cache.with_group(self.cache_group, group)
 
     def _write(
         self,

@@ -65,6 +65,7 @@ class DecoderLayer(nnx.Module):
         cache: KVCache,
         layer: jax.Array,
         angles: tuple[jax.Array, jax.Array],
+        rows: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         """Run the layer.
 
@@ -75,20 +76,26 @@ class DecoderLayer(nnx.Module):
           cache: all groups.
           layer: int32[1], index of this layer within its cache group.
           angles: of the positions, as Attention takes them.
+          rows: int32[R], the tokens that are needed after attention; None = all, R = T.
 
         Returns:
-          The residual, what is still to be added to it, and the cache.
+          The residual [R, D], what is still to be added to it, a sum of [R, D], and the cache.
         """
         x, normed = self.input_layernorm.add(x, delta)
-        attended, cache = self.self_attn(normed, batch, cache, layer, angles)
+        attended, cache = self.self_attn(normed, batch, cache, layer, angles, rows)
+        if rows is not None:
+            x = x[rows]
         x, normed = self.post_attention_layernorm.add(x, attended)
         return x, self.mlp(normed), cache
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
-def _run_layer(graphdef, state, x, delta, batch, cache, layer, angles):
-    """One layer under its own jit: layers of equal structure are traced and lowered once."""
-    return nnx.merge(graphdef, state)(x, delta, batch, cache, layer, angles)
+def _run_layer(graphdef, state, x, delta, batch, cache, layer, angles, rows):
+    """One layer under its own jit: layers of equal structure are traced and lowered once.
+
+    The first layer, which has no delta, and one that is given rows are traces of their own.
+    """
+    return nnx.merge(graphdef, state)(x, delta, batch, cache, layer, angles, rows)
 
 
 class Decoder(nnx.Module):
@@ -125,22 +132,25 @@ class Decoder(nnx.Module):
         return "embed_tokens.weight" if self.lm_head is None else "lm_head.weight"
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Hidden states `[R, D]` of the batch's `logits_indices`, normalised, and the new cache."""
+        """Hidden states `[R, D]` of the batch's `logits_indices`, normalised, and the new cache.
+
+        After the last layer's attention only these tokens are computed.
+        """
         x, delta = self._embed(batch), None
         angles = rotary_angles(
             batch.positions[0],
             inverse_frequencies(self.config),
             self.config.rope_scaling.attention_factor,
         )
-        for layer, (_, index) in zip(self.layers, self.places, strict=True):
+        needed: list[jax.Array | None] = [None] * len(self.layers)
+        if not batch.is_decode_only:  # else a row is a token
+            needed[-1] = batch.logits_indices
+        for layer, (_, index), rows in zip(self.layers, self.places, needed, strict=True):
             graphdef, state = nnx.split(layer)
             layer_index = jnp.asarray(np.array([index], np.int32))
             x, delta, cache = _run_layer(
-                graphdef, state, x, delta, batch, cache, layer_index, angles
+                graphdef, state, x, delta, batch, cache, layer_index, angles, rows
             )
-        if not batch.is_decode_only:  # else a row is a token
-            x = x[batch.logits_indices]
-            delta = None if delta is None else delta[..., batch.logits_indices, :]
         return self.norm.add(x, delta)[1], cache
 
     def _embed(self, batch: ForwardBatch) -> jax.Array:

@@ -30,10 +30,13 @@ class Gemma2Layer(DecoderLayer):
         cache: KVCache,
         layer: jax.Array,
         angles: tuple[jax.Array, jax.Array],
+        rows: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         """As in DecoderLayer."""
         x, normed = self.input_layernorm.add(x, delta)
-        attended, cache = self.self_attn(normed, batch, cache, layer, angles)
+        attended, cache = self.self_attn(normed, batch, cache, layer, angles, rows)
+        if rows is not None:
+            x = x[rows]
         x, normed = self.pre_feedforward_layernorm.add(x, attended, self.post_attention_layernorm)
         fed = self.post_feedforward_layernorm(total(self.mlp(normed), x.ndim, x.dtype))
         return x, fed, cache
