@@ -11,6 +11,11 @@ from jaxserve.execution.slot_record import MAX_STOP_IDS, RECORD_SIZE, SlotField
 from models.batch import ForwardBatch
 from models.sharding import Sharder
 
+NUM_CHANGING = 1 + max(
+    SlotField.NUM_TOKENS, SlotField.NUM_COMPUTED, SlotField.LAST_TOKEN, SlotField.IS_FROZEN
+)
+"""The first columns of a record, which steps change; the others stay as they were admitted."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +51,40 @@ def apply_changes(state: DeviceState, inputs: dict[str, jax.Array]) -> DeviceSta
     return replace(state, slots=slots, page_tables=tuple(tables))
 
 
-def rows_of(state: DeviceState, slot_ids: jax.Array) -> jax.Array:
+def read_records(state: DeviceState, slot_ids: jax.Array) -> jax.Array:
     """int32[S, RECORD_SIZE]: the records of int32[S] slots; zeros for unused entries."""
-    return state.slots.at[slot_ids].get(mode="fill", fill_value=0)
+    records = state.slots.at[slot_ids].get(mode="fill", fill_value=0)
+    # Else XLA gathers anew wherever a record is read, and copies the state before it is written.
+    return jax.lax.optimization_barrier(records)
+
+
+def write_records(state: DeviceState, slot_ids: jax.Array, records: jax.Array) -> DeviceState:
+    """Put back what steps change of int32[S, RECORD_SIZE]; unused entries are dropped."""
+    slots = state.slots.at[slot_ids, :NUM_CHANGING].set(records[:, :NUM_CHANGING], mode="drop")
+    return replace(state, slots=slots)
+
+
+def _with_column(records: jax.Array, field: SlotField, values: jax.Array) -> jax.Array:
+    """The records with int32[S] in a column, by elementwise work, which XLA fuses."""
+    return jnp.where(jnp.arange(RECORD_SIZE) == field, values[:, None], records)
 
 
 def make_forward_batch(
     state: DeviceState,
+    records: jax.Array,
     inputs: dict[str, jax.Array],
     layout: PackedLayout,
     *,
     page_size: int,
 ) -> ForwardBatch:
-    """Positions, slots, lengths and query offsets, computed from state and counts."""
+    """Positions, slots, lengths and query offsets, computed from state, records and counts."""
     slot_ids, num_decode_rows = inputs["slot_ids"], inputs["counts"][1:2]
-    records = rows_of(state, slot_ids)
     S = layout.num_rows
     is_row = jnp.arange(S) < inputs["counts"][0]
     num_scheduled = jnp.where(is_row, inputs["num_scheduled"], 0)
     num_computed = records[:, SlotField.NUM_COMPUTED]
     query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_scheduled)])
-    rows, offsets, is_token = _tokens_to_rows(layout, query_start_loc)
+    rows, offsets, is_token = _tokens_to_rows(layout, num_scheduled, query_start_loc)
     positions = jnp.where(is_token, num_computed[rows] + offsets, 0)
     last_token = records[:, SlotField.LAST_TOKEN]
     token_ids = last_token if layout.num_tokens == 0 else _join_token_ids(inputs, last_token)
@@ -87,13 +105,12 @@ def make_forward_batch(
 
 
 def _tokens_to_rows(
-    layout: PackedLayout, query_start_loc: jax.Array
+    layout: PackedLayout, num_scheduled: jax.Array, query_start_loc: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each token: its row, its offset in the row's chunk, and whether it is real."""
     S = layout.num_rows
     if layout.num_tokens == 0:
-        tokens = jnp.arange(S)
-        return tokens, jnp.zeros(S, jnp.int32), tokens < query_start_loc[-1]
+        return jnp.arange(S), jnp.zeros(S, jnp.int32), num_scheduled > 0
     tokens = jnp.arange(layout.num_tokens)
     rows = jnp.searchsorted(query_start_loc[1:], tokens, side="right", method="compare_all")
     rows = jnp.minimum(rows, S - 1)
@@ -117,10 +134,9 @@ def _slot_mapping(
     return jnp.where(is_token, slots, padding)
 
 
-def advance_computed(state: DeviceState, slot_ids: jax.Array, seq_lens: jax.Array) -> DeviceState:
-    """After a forward pass: the tokens up to int32[S] `seq_lens` are in pages."""
-    slots = state.slots.at[slot_ids, SlotField.NUM_COMPUTED].set(seq_lens, mode="drop")
-    return replace(state, slots=slots)
+def advance_computed(records: jax.Array, seq_lens: jax.Array) -> jax.Array:
+    """The records after a forward pass: the tokens up to int32[S] `seq_lens` are in pages."""
+    return _with_column(records, SlotField.NUM_COMPUTED, seq_lens)
 
 
 def sampling_rows(records: jax.Array) -> SamplingRows:
@@ -150,14 +166,9 @@ def can_sample(records: jax.Array) -> jax.Array:
 
 
 def record_tokens(
-    state: DeviceState,
-    slot_ids: jax.Array,
-    records: jax.Array,
-    tokens: jax.Array,
-    num_new: jax.Array,
-    is_finite: jax.Array,
-) -> DeviceState:
-    """Append int32[S] sampled tokens where `num_new` is 1; freeze rows that ended."""
+    records: jax.Array, tokens: jax.Array, num_new: jax.Array, is_finite: jax.Array
+) -> jax.Array:
+    """The records with int32[S] sampled tokens where `num_new` is 1; rows that ended are frozen."""
     stop_ids = records[:, SlotField.FIRST_STOP_ID : SlotField.FIRST_STOP_ID + MAX_STOP_IDS]
     is_stop = jnp.any(stop_ids == tokens[:, None], axis=1)
     may_stop = _num_output_tokens(records) + 1 >= records[:, SlotField.MIN_TOKENS]
@@ -166,10 +177,9 @@ def record_tokens(
     last = jnp.where(is_new, tokens, records[:, SlotField.LAST_TOKEN])
     frozen = records[:, SlotField.IS_FROZEN] | (ends & is_new).astype(jnp.int32)
     num_tokens = records[:, SlotField.NUM_TOKENS] + num_new
-    columns = jnp.array([SlotField.NUM_TOKENS, SlotField.LAST_TOKEN, SlotField.IS_FROZEN])
-    values = jnp.stack([num_tokens, last, frozen], axis=1)
-    slots = state.slots.at[slot_ids[:, None], columns].set(values, mode="drop")
-    return replace(state, slots=slots)
+    records = _with_column(records, SlotField.NUM_TOKENS, num_tokens)
+    records = _with_column(records, SlotField.LAST_TOKEN, last)
+    return _with_column(records, SlotField.IS_FROZEN, frozen)
 
 
 def _num_output_tokens(records: jax.Array) -> jax.Array:

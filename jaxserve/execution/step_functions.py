@@ -11,9 +11,10 @@ from jaxserve.execution.device_state import (
     apply_changes,
     can_sample,
     make_forward_batch,
+    read_records,
     record_tokens,
-    rows_of,
     sampling_rows,
+    write_records,
 )
 from jaxserve.execution.packed_layout import PackedLayout
 from jaxserve.execution.sample_mode import SampleMode
@@ -68,13 +69,10 @@ class StepFunctions:
         Returns:
           hidden [S, D] of each row's last token, slot_ids int32[S], cache, state.
         """
-        inputs = layout.split(packed)
-        state = apply_changes(state, inputs)
-        page_size = cache.groups[0].geometry.page_size
-        batch = make_forward_batch(state, inputs, layout, page_size=page_size)
-        hidden, cache = self.weights.merge(leaves)(batch, cache)
-        slot_ids = inputs["slot_ids"]
-        return hidden, slot_ids, cache, advance_computed(state, slot_ids, batch.seq_lens)
+        hidden, slot_ids, records, cache, state = self._compute(
+            layout, leaves, cache, state, packed
+        )
+        return hidden, slot_ids, cache, write_records(state, slot_ids, records)
 
     def sample(
         self,
@@ -97,19 +95,9 @@ class StepFunctions:
           result int32[S, RESULT_COLUMNS + ...] (one array, since one copy to the host is
           cheaper than several), and the state with the new tokens.
         """
-        records = rows_of(state, slot_ids)
-        logits = compute_logits(head, hidden, self.weights.logit_soft_cap)
-        draw = self.draw
-        if mode != SampleMode.GREEDY and self.sharder is not None and self.sharder.mesh.size > 1:
-            logits = self.sharder.whole_rows(logits)
-            draw = split_over_rows(draw, self.sharder.mesh)
-        tokens, is_finite = sample_tokens(logits, sampling_rows(records), mode, draw)
-        num_new = can_sample(records).astype(jnp.int32)
-        columns = [tokens, num_new, is_finite.astype(jnp.int32)]
-        result = jnp.stack(columns, axis=1)
-        if mode == SampleMode.FULL:
-            result = jnp.concatenate([result, _logprob_columns(logits, tokens)], axis=1)
-        return result, record_tokens(state, slot_ids, records, tokens, num_new, is_finite)
+        records = read_records(state, slot_ids)
+        result, records = self._draw_tokens(mode, head, hidden, records)
+        return result, write_records(state, slot_ids, records)
 
     def decode(
         self,
@@ -121,15 +109,52 @@ class StepFunctions:
         packed: jax.Array,
     ) -> tuple[jax.Array, KVCache, DeviceState]:
         """Forward and sample in one program, for pure decode steps."""
-        hidden, slot_ids, cache, state = self.forward(layout, leaves, cache, state, packed)
+        hidden, slot_ids, records, cache, state = self._compute(
+            layout, leaves, cache, state, packed
+        )
         head = leaves[self.weights.head_index]
-        result, state = self.sample(mode, head, hidden, slot_ids, state)
-        return result, cache, state
+        result, records = self._draw_tokens(mode, head, hidden, records)
+        return result, cache, write_records(state, slot_ids, records)
 
     @staticmethod
     def admit(layout: PackedLayout, state: DeviceState, packed: jax.Array) -> DeviceState:
         """Only change the state: for admissions that bring more than a step's buffer holds."""
         return apply_changes(state, layout.split(packed))
+
+    def _compute(
+        self,
+        layout: PackedLayout,
+        leaves: list[jax.Array],
+        cache: KVCache,
+        state: DeviceState,
+        packed: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, KVCache, DeviceState]:
+        """Hidden states, slots, new records that are yet to be written, cache and state."""
+        inputs = layout.split(packed)
+        state = apply_changes(state, inputs)
+        slot_ids = inputs["slot_ids"]
+        records = read_records(state, slot_ids)
+        page_size = cache.groups[0].geometry.page_size
+        batch = make_forward_batch(state, records, inputs, layout, page_size=page_size)
+        hidden, cache = self.weights.merge(leaves)(batch, cache)
+        return hidden, slot_ids, advance_computed(records, batch.seq_lens), cache, state
+
+    def _draw_tokens(
+        self, mode: SampleMode, head: jax.Array, hidden: jax.Array, records: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The result of `sample`, and new records that are yet to be written."""
+        logits = compute_logits(head, hidden, self.weights.logit_soft_cap)
+        draw = self.draw
+        if mode != SampleMode.GREEDY and self.sharder is not None and self.sharder.mesh.size > 1:
+            logits = self.sharder.whole_rows(logits)
+            draw = split_over_rows(draw, self.sharder.mesh)
+        tokens, is_finite = sample_tokens(logits, sampling_rows(records), mode, draw)
+        num_new = can_sample(records).astype(jnp.int32)
+        columns = [tokens, num_new, is_finite.astype(jnp.int32)]
+        result = jnp.stack(columns, axis=1)
+        if mode == SampleMode.FULL:
+            result = jnp.concatenate([result, _logprob_columns(logits, tokens)], axis=1)
+        return result, record_tokens(records, tokens, num_new, is_finite)
 
 
 def _logprob_columns(logits: jax.Array, tokens: jax.Array) -> jax.Array:

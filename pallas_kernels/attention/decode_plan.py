@@ -14,6 +14,8 @@ from pallas_kernels.platform import gpu_kind
 
 SHARE_FIELDS = 9
 NEVER = jnp.iinfo(jnp.int32).max
+MAX_FUSED_SUM = 31
+"""So many numbers XLA sums up within the kernel that reads the sum: fewer than a warp's threads."""
 
 
 @jax.tree_util.register_dataclass
@@ -169,8 +171,8 @@ def _cut_evenly(rows: _Rows, num_shares: int, smallest: int) -> _Cuts:
     start, end = rows.start[row], rows.end[row]
     cuts = jnp.where(cuts - start < share // 32, start, cuts)
     cuts = jnp.where((end - cuts < share // 32) & (cuts > start), end, cuts)
-    before = _count(cuts[None] <= rows.start[:, None])
-    inside = _count(cuts[None] < rows.end[:, None]) - before
+    before = _count(cuts, jnp.less_equal, rows.start)
+    inside = _count(cuts, jnp.less, rows.end) - before
     return _Cuts(1 + inside, functools.partial(_begin_at_cut, rows, cuts, before), cuts)
 
 
@@ -220,22 +222,39 @@ def _list_segments(rows: _Rows, cuts: _Cuts, num_segments: int) -> tuple[jax.Arr
 def _list_shares(segments: jax.Array, begins: jax.Array, cuts: jax.Array) -> jax.Array:
     """Shares [A, 9]: a segment belongs to the share in which it begins."""
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), cuts, jnp.full(1, NEVER, jnp.int32)])
-    bounds = _count(begins[None] < bounds[:, None])
+    bounds = _count(begins, jnp.less, bounds)
     first, end = bounds[:-1], bounds[1:]
     fields = segments[jnp.minimum(first, segments.shape[0] - 1)]
     return jnp.concatenate([first[:, None], end[:, None], fields], axis=1)
 
 
 def _running_sum(numbers: jax.Array) -> jax.Array:
-    """Inclusive: one fused reduction, where jnp.cumsum is several kernels."""
+    """Inclusive; jnp.cumsum is several kernels."""
     index = jnp.arange(numbers.size)
-    return jnp.where(index[None] <= index[:, None], numbers[None], 0).sum(1, dtype=jnp.int32)
+    before, here, axis = _all_pairs(index, index)
+    added, _, _ = _all_pairs(numbers, index)
+    return jnp.where(before <= here, added, 0).sum(axis, dtype=jnp.int32)
 
 
 def _first_beyond(ends: jax.Array, places: jax.Array) -> jax.Array:
     """Index of the first of the increasing `ends` that lies beyond each place, or the last."""
-    return jnp.minimum(_count(ends[None] <= places[:, None]), ends.size - 1)
+    return jnp.minimum(_count(ends, jnp.less_equal, places), ends.size - 1)
 
 
-def _count(is_counted: jax.Array) -> jax.Array:
-    return is_counted.sum(1, dtype=jnp.int32)
+def _count(
+    numbers: jax.Array, compare: Callable[[jax.Array, jax.Array], jax.Array], places: jax.Array
+) -> jax.Array:
+    """How many of the numbers compare so with each of the places."""
+    numbers, places, axis = _all_pairs(numbers, places)
+    return compare(numbers, places).sum(axis, dtype=jnp.int32)
+
+
+def _all_pairs(summed: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+    """Views that broadcast to all pairs, and the axis to sum over.
+
+    XLA for GPUs takes a short sum over the first axis into the kernel that reads it. A sum over
+    the last axis becomes a kernel of its own, in which threads share the work.
+    """
+    if summed.size <= MAX_FUSED_SUM:
+        return summed[:, None], kept[None], 0
+    return summed[None], kept[:, None], 1

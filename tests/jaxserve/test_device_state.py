@@ -7,9 +7,10 @@ import pytest
 from jaxserve.execution.device_state import (
     advance_computed,
     can_sample,
+    read_records,
     record_tokens,
-    rows_of,
     sampling_rows,
+    write_records,
 )
 from jaxserve.execution.slot_record import MAX_STOP_IDS, RECORD_SIZE, SlotField, float_bits
 from jaxserve.step import SchedulerOutput
@@ -119,7 +120,7 @@ def state_of(*records: np.ndarray):
 
 def test_records_of_unused_slots_are_zeros() -> None:
     state = state_of(record(NUM_TOKENS=3), record(NUM_TOKENS=4))
-    records = np.asarray(rows_of(state, jnp.array([1, UNUSED])))
+    records = np.asarray(read_records(state, jnp.array([1, UNUSED])))
     assert records[0, SlotField.NUM_TOKENS] == 4
     assert not records[1].any()
 
@@ -142,25 +143,28 @@ def test_a_row_samples_when_all_its_tokens_are_computed_and_it_is_not_frozen(
 
 def test_only_scheduled_slots_advance() -> None:
     state = state_of(*(record(NUM_COMPUTED=10 + slot) for slot in range(MAX_NUM_SEQS)))
-    after = advance_computed(state, jnp.array([4, 1, UNUSED]), jnp.array([50, 60, 0]))
+    slot_ids = jnp.array([4, 1, UNUSED])
+    records = advance_computed(read_records(state, slot_ids), jnp.array([50, 60, 0]))
+    after = write_records(state, slot_ids, records)
     computed = np.asarray(after.slots)[:, SlotField.NUM_COMPUTED]
     assert computed.tolist() == [10, 60, 12, 13, 50, 15]
+
+
+def test_only_what_steps_change_is_written_back() -> None:
+    state = state_of(*(record(TOP_K=slot) for slot in range(MAX_NUM_SEQS)))
+    after = write_records(state, jnp.array([2, UNUSED]), jnp.full((2, RECORD_SIZE), 77))
+    changed = np.argwhere(np.asarray(after.slots) != np.asarray(state.slots))
+    written = {SlotField.NUM_TOKENS, SlotField.NUM_COMPUTED, SlotField.LAST_TOKEN}
+    written.add(SlotField.IS_FROZEN)
+    assert {tuple(place) for place in changed.tolist()} == {(2, field) for field in written}
 
 
 def frozen_after(token: int, *, num_output: int, min_tokens: int, finite: bool = True) -> int:
     before = record(NUM_TOKENS=3 + num_output, NUM_PROMPT_TOKENS=3, MIN_TOKENS=min_tokens)
     before[SlotField.FIRST_STOP_ID : SlotField.FIRST_STOP_ID + 2] = [2, 9]
-    state = state_of(before)
-    slots = jnp.array([0])
-    after = record_tokens(
-        state,
-        slots,
-        rows_of(state, slots),
-        jnp.array([token]),
-        jnp.array([1]),
-        jnp.array([finite]),
-    )
-    row = np.asarray(after.slots)[0]
+    records = jnp.asarray(before)[None]
+    sampled = jnp.array([token]), jnp.array([1]), jnp.array([finite])
+    row = np.asarray(record_tokens(records, *sampled))[0]
     assert row[SlotField.NUM_TOKENS] == 3 + num_output + 1
     assert row[SlotField.LAST_TOKEN] == token
     return int(row[SlotField.IS_FROZEN])
@@ -182,14 +186,8 @@ def test_rows_that_sample_nothing_and_unused_slots_change_nothing() -> None:
     records = [record(NUM_TOKENS=3 + slot, LAST_TOKEN=slot) for slot in range(MAX_NUM_SEQS)]
     state = state_of(*records)
     slot_ids = jnp.array([3, UNUSED, 1])
-    after = record_tokens(
-        state,
-        slot_ids,
-        rows_of(state, slot_ids),
-        jnp.array([7, 7, 8]),
-        jnp.array([0, 0, 1]),
-        jnp.array([True, False, True]),
-    )
+    sampled = jnp.array([7, 7, 8]), jnp.array([0, 0, 1]), jnp.array([True, False, True])
+    after = write_records(state, slot_ids, record_tokens(read_records(state, slot_ids), *sampled))
     changed = np.argwhere(np.asarray(after.slots) != np.asarray(state.slots)).tolist()
     assert changed == [[1, SlotField.NUM_TOKENS], [1, SlotField.LAST_TOKEN]]
 

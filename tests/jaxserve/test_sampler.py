@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.sampler import SamplingRows, choose_draw, sample_tokens, top_logprobs
+from pallas_kernels.sampling.xla_sampling import finite_rows
 
 VOCAB = 97
 
@@ -40,6 +41,23 @@ def test_greedy_rows_take_the_most_likely_token_in_every_mode(mode: SampleMode) 
     rows = make_rows(6, temperature=np.zeros(6, np.float32))
     tokens = sample(logits, rows, mode)
     assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_greedy_takes_the_first_of_equals_and_reports_rows_that_are_not_finite() -> None:
+    logits = np.zeros((7, VOCAB), np.float32)
+    logits[0, [40, 7, 90]] = 3
+    logits[1, :] = -np.inf
+    logits[2, 5], logits[2, 60] = np.inf, np.nan
+    logits[3, 5], logits[3, 60] = np.nan, np.inf
+    logits[4, 30] = -np.inf
+    logits[5, [0, VOCAB - 1]] = np.nan
+    logits[6, 50] = np.inf
+    tokens, is_finite = sample_tokens(
+        jnp.asarray(logits), make_rows(7), SampleMode.GREEDY, choose_draw()
+    )
+    assert tokens[0] == 7 and tokens[4] == 0
+    assert is_finite.tolist() == [True, False, False, False, True, False, False]
+    assert is_finite.tolist() == finite_rows(jnp.asarray(logits)).tolist()
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:

@@ -16,7 +16,12 @@ import numpy as np
 
 from jaxserve.execution.batch_builder import BatchBuilder, PackedBatch
 from jaxserve.execution.buckets import BucketTable
-from jaxserve.execution.device_state import DeviceState, apply_changes, make_forward_batch
+from jaxserve.execution.device_state import (
+    DeviceState,
+    apply_changes,
+    make_forward_batch,
+    read_records,
+)
 from jaxserve.execution.packed_layout import PackedLayout
 from jaxserve.execution.step_functions import StepFunctions
 from jaxserve.request import Request, Sequence
@@ -109,7 +114,9 @@ admit = jax.jit(FUNCTIONS.admit, static_argnums=0)
 @functools.partial(jax.jit, static_argnums=0)
 def _observe(layout: PackedLayout, state: DeviceState, packed: np.ndarray) -> ForwardBatch:
     inputs = layout.split(packed)
-    return make_forward_batch(apply_changes(state, inputs), inputs, layout, page_size=PAGE_SIZE)
+    state = apply_changes(state, inputs)
+    records = read_records(state, inputs["slot_ids"])
+    return make_forward_batch(state, records, inputs, layout, page_size=PAGE_SIZE)
 
 
 def make_builder(buckets: BucketTable, **limits: Any) -> BatchBuilder:
