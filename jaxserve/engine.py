@@ -105,6 +105,7 @@ class Engine:
 
     def step(self) -> list[SequenceUpdate]:
         """Keep the device busy, and return what the oldest step in flight brought."""
+        self._updates += self.scheduler.expire()
         while len(self._in_flight) < self._max_steps_in_flight:
             output = self._schedule()
             if output is None:

@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.page_digests import PageDigests
 
 
 class FinishReason(enum.StrEnum):
@@ -13,6 +14,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"
 
 
 class SequenceStatus(enum.Enum):
@@ -40,6 +42,10 @@ class Request:
       eos_token_ids: ids that end a sequence unless `ignore_eos`.
       arrival_seconds: monotonic clock.
       priority: lower runs earlier (used by policies other than first come, first served).
+      cache_salt: shares computed prefixes only with requests of the same salt.
+      timeout_seconds: from arrival on; then the request ends, wherever it stands. None = never.
+      ttft_goal_seconds: wanted time to the first token, for the policy `slo`; None = the default.
+      tpot_goal_seconds: wanted time of each further token, likewise.
     """
 
     request_id: str
@@ -48,6 +54,10 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     arrival_seconds: float = 0.0
     priority: int = 0
+    cache_salt: str | None = None
+    timeout_seconds: float | None = None
+    ttft_goal_seconds: float | None = None
+    tpot_goal_seconds: float | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -74,6 +84,11 @@ class Sequence:
         `[i * page_size, (i + 1) * page_size)`; 0 where the page was given back because it lies
         before the group's window. vLLM calls it the block table.
       num_freed_pages: for each cache group, how many pages, the first ones, were given back so.
+      page_digests: for each cache group, what names its pages in the prefix cache; empty without
+        one. Set when added.
+      num_cached_pages: for each cache group, how many pages, the first ones, the prefix cache was
+        told of.
+      num_promised_pages: so many of the first pages others may wait for; 0 when it does not run.
       scheduled_seconds: when the sequence first got a slot, on the scheduler's clock.
       sample_mode: the `SampleMode` of all its rows that sample; None before the first of them, and
         always where it depends on the row (`min_tokens`). Set by the batch builder.
@@ -92,6 +107,9 @@ class Sequence:
     state_slot: int | None = None
     page_tables: list[list[int]] = field(default_factory=list)
     num_freed_pages: list[int] = field(default_factory=list)
+    page_digests: list[PageDigests] = field(default_factory=list)
+    num_cached_pages: list[int] = field(default_factory=list)
+    num_promised_pages: int = 0
     scheduled_seconds: float | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None

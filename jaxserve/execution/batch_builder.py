@@ -144,7 +144,7 @@ class BatchBuilder:
     ) -> None:
         for i, row in enumerate(admitted):
             views["admitted_slots"][i] = row.sequence.state_slot
-            write_record(views["admitted_records"][i], row.sequence)
+            write_record(views["admitted_records"][i], row.sequence, row.start)
         for group, update in enumerate(updates):
             if update:
                 entries = views["page_updates"][group, : len(update)]

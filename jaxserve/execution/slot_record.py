@@ -52,14 +52,14 @@ def stop_ids_of(sequence: Sequence) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
 
 
-def write_record(record: np.ndarray, sequence: Sequence) -> None:
+def write_record(record: np.ndarray, sequence: Sequence, num_computed_tokens: int) -> None:
     """Fill int32[RECORD_SIZE] with what the device must know of a sequence at admission."""
     params = sequence.request.sampling_params
     stop_ids = stop_ids_of(sequence)
     assert len(stop_ids) <= MAX_STOP_IDS, "checked when the request was made"
     record[:] = 0
     record[SlotField.NUM_TOKENS] = len(sequence.token_ids)
-    record[SlotField.NUM_COMPUTED] = 0
+    record[SlotField.NUM_COMPUTED] = num_computed_tokens
     record[SlotField.NUM_PROMPT_TOKENS] = sequence.num_prompt_tokens
     record[SlotField.MIN_TOKENS] = params.min_tokens
     seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)

@@ -23,6 +23,9 @@ class SchedulerConfig:
         W of the step's results.
       watermark: share of the pages, in [0, 1), that an admission leaves free while other
         sequences run.
+      max_queue_seconds: a sequence that has not been scheduled so long after its arrival ends; None
+        sets no limit.
+      enable_prefix_caching: sequences take pages that others have computed for the same tokens.
 
     Raises:
       EngineConfigError: a value breaks its rule.
@@ -37,6 +40,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     max_decode_row_tokens: int = 1
     watermark: float = 0.0
+    max_queue_seconds: float | None = None
+    enable_prefix_caching: bool = False
 
     @property
     def max_row_tokens(self) -> int:
@@ -66,6 +71,10 @@ class SchedulerConfig:
         )
         self._check_buckets("token_buckets", self.max_num_batched_tokens)
         self._check_buckets("row_buckets", self.max_num_seqs)
+        if self.max_queue_seconds is not None and not self.max_queue_seconds > 0:
+            raise EngineConfigError(
+                f"max_queue_seconds must be more than 0; got {self.max_queue_seconds}"
+            )
         if not 0 <= self.watermark < 1:
             raise EngineConfigError(f"watermark must be in [0, 1); got {self.watermark}")
 

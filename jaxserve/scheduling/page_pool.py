@@ -3,11 +3,15 @@
 from collections.abc import Iterable
 
 from jaxserve.errors import EngineConfigError
+from jaxserve.scheduling.page_cache import PageCache
 from jaxserve.scheduling.windows import count_dead_pages, count_pages_of_window
 
 
 class PagePool:
     """The pages of one cache group, each free or held by one or more references.
+
+    A free page may be cached: it holds known tokens, and can be taken again as it is. Such pages
+    are given out for other tokens only when no other page is free.
 
     Page 0 is the null page: padding rows read and write it, and it is never given out.
 
@@ -34,6 +38,7 @@ class PagePool:
         self.sliding_window = sliding_window
         self.num_pages = num_pages
         self.page_size = page_size
+        self.cache = PageCache()
         self._free = list(range(num_pages - 1, 0, -1))
         self._num_references = [0] * num_pages
 
@@ -44,8 +49,13 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that no one holds."""
-        return len(self._free)
+        """Pages that no one holds, cached ones included."""
+        return len(self._free) + self.cache.num_idle
+
+    @property
+    def num_cached(self) -> int:
+        """Cached pages that no one holds."""
+        return self.cache.num_idle
 
     def num_references(self, page: int) -> int:
         """Count the references to a page."""
@@ -79,16 +89,18 @@ class PagePool:
     def allocate(self, num_pages: int) -> list[int] | None:
         """Give out pages with one reference each: all that are asked for, or None.
 
-        The page that was freed last is given out first.
+        The page that was freed last is given out first; a cached one is evicted only when no
+        other is free.
         """
         if num_pages < 0:
             raise ValueError(f"num_pages must be at least 0; got {num_pages}")
-        if num_pages > len(self._free):
+        if num_pages > self.num_free:
             return None
-        split = len(self._free) - num_pages
+        split = max(0, len(self._free) - num_pages)
         pages = self._free[split:]
         del self._free[split:]
         pages.reverse()
+        pages += (self.cache.evict() for _ in range(num_pages - len(pages)))
         for page in pages:
             self._num_references[page] = 1
         return pages
@@ -103,6 +115,23 @@ class PagePool:
             self._check_held(page)
             self._num_references[page] += 1
 
+    def take_cached(self, pages: Iterable[int]) -> None:
+        """Add one reference to each of these cached pages, held or not.
+
+        Raises:
+          ValueError: a page is neither held nor cached.
+        """
+        for page in pages:
+            if self.cache.is_idle(page):
+                self.cache.revive(page)
+            else:
+                self._check_held(page)
+            self._num_references[page] += 1
+
+    def forget_cached(self) -> None:
+        """Forget the content of all pages; those that are held stay with their holders."""
+        self._free += self.cache.clear()
+
     def free(self, pages: Iterable[int]) -> None:
         """Take one reference from each page; pages without any can be given out again.
 
@@ -113,7 +142,10 @@ class PagePool:
             self._check_held(page)
             self._num_references[page] -= 1
             if self._num_references[page] == 0:
-                self._free.append(page)
+                if page in self.cache:
+                    self.cache.retire(page)
+                else:
+                    self._free.append(page)
 
     def check_invariants(self) -> None:
         """Check that each page is either free or referenced, and the null page neither.
@@ -121,14 +153,15 @@ class PagePool:
         Raises:
           RuntimeError: the pool's books disagree.
         """
+        self.cache.check_invariants()
         num_held = sum(count > 0 for count in self._num_references)
-        if len(self._free) + num_held != self.num_usable:
+        if self.num_free + num_held != self.num_usable:
             message = "free and held pages must add up to"
             raise RuntimeError(
-                f"{message} {self.num_usable}; got {len(self._free)} free and {num_held} held"
+                f"{message} {self.num_usable}; got {self.num_free} free and {num_held} held"
             )
-        free = set(self._free)
-        if len(free) != len(self._free) or 0 in free or self._num_references[0]:
+        free = {*self._free, *self.cache.idle_pages}
+        if len(free) != self.num_free or 0 in free or self._num_references[0]:
             raise RuntimeError(f"free pages must be distinct and not 0; got {sorted(self._free)}")
         if any(self._num_references[page] for page in free):
             raise RuntimeError(f"free pages must have no reference; got {sorted(free)}")

@@ -3,11 +3,12 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.prefix_index import PrefixHit, PrefixIndex
 from jaxserve.scheduling.slot_pool import SlotPool
 
 NewPages = tuple[tuple[tuple[int, int], ...], ...]
@@ -52,11 +53,13 @@ class Roster:
             group for group, pool in enumerate(page_pools) if pool.sliding_window is not None
         )
         self.num_window_pages_freed = 0
+        self.prefixes = PrefixIndex(page_pools, is_enabled=config.enable_prefix_caching)
         self._clock = clock
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.leaving: dict[Sequence, None] = {}
         self.num_preemptions = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0
         self.no_pages: NewPages = ((),) * len(page_pools)
         self.page_step = math.gcd(*(pool.page_size for pool in page_pools))
         self.unfinished: dict[str, dict[int, Sequence]] = {}
@@ -74,6 +77,7 @@ class Roster:
         siblings[sequence.index] = sequence
         sequence.page_tables = [[] for _ in self.page_pools]
         sequence.num_freed_pages = [0] * len(self.page_pools)
+        self.prefixes.prepare(sequence)
         self.waiting.append(sequence)
 
     def find(self, request_id: str, index: int | None) -> list[Sequence]:
@@ -83,9 +87,13 @@ class Roster:
             return list(siblings.values())
         return [siblings[index]] if index in siblings else []
 
-    def admit(self) -> Sequence:
-        """Give the first waiting sequence a slot; the caller has seen that one is free."""
+    def admit(self, hit: PrefixHit) -> Sequence:
+        """Give the first waiting sequence a slot, and the pages that are computed already.
+
+        The caller has seen that a slot is free, and that the pages of the hit may be taken.
+        """
         sequence = self.waiting.popleft()
+        self.prefixes.admit(sequence, hit)
         sequence.state_slot = self.slot_pool.allocate()
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.status = SequenceStatus.RUNNING
@@ -132,7 +140,7 @@ class Roster:
             table = sequence.page_tables[group]
             pool.free(reversed(table[sequence.num_freed_pages[group] :]))
             table.clear()
-            sequence.num_freed_pages[group] = 0
+            sequence.num_freed_pages[group] = sequence.num_cached_pages[group] = 0
         assert sequence.state_slot is not None
         self.slot_pool.free(sequence.state_slot)
         sequence.state_slot = None
@@ -168,11 +176,24 @@ class Roster:
 
         In a window group fewer than it will get in all, since it gives pages back on the way.
         """
-        missing = self.count_missing_pages(sequence, num_tokens)
-        for group in self.window_groups:
-            most = self.page_pools[group].max_held_pages(num_tokens, self.max_row_tokens)
-            missing[group] = min(missing[group], max(0, most - _num_held(sequence, group)))
-        return missing
+        lengths = [len(table) for table in sequence.page_tables]
+        return self._count_reserved(lengths, sequence.num_freed_pages, num_tokens)
+
+    def count_admission_pages(self, hit: PrefixHit, num_tokens: int) -> list[int]:
+        """The same of a waiting sequence with this hit, whose idle pages count as well."""
+        lengths = [len(table) for table in hit.page_tables]
+        missing = self._count_reserved(lengths, hit.num_dead_pages, num_tokens)
+        return [sum(counts) for counts in zip(missing, hit.num_idle_pages, strict=True)]
+
+    def _count_reserved(
+        self, lengths: Iterable[int], num_freed: Iterable[int], num_tokens: int
+    ) -> list[int]:
+        counts = []
+        for pool, length, freed in zip(self.page_pools, lengths, num_freed, strict=True):
+            missing = max(0, pool.num_pages_for(num_tokens) - length)
+            most = pool.max_held_pages(num_tokens, self.max_row_tokens)
+            counts.append(min(missing, max(0, most - (length - freed))))
+        return counts
 
     def count_missing_pages(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Count, for each group, the pages that the sequence lacks to hold so many tokens."""
@@ -216,6 +237,7 @@ class Roster:
 
     def _leave(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.LEAVING
+        self.prefixes.leave(sequence)
         self.leaving[sequence] = None
         self.settle(sequence)
 

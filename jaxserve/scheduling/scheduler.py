@@ -8,6 +8,7 @@ from collections.abc import Callable
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
 from jaxserve.scheduling.admission import check_length, max_sequence_tokens
 from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.endings import append_tokens, find_end_token_ids, find_max_num_tokens
 from jaxserve.scheduling.invariants import check_books, num_reserved_tokens
 from jaxserve.scheduling.page_pool import PagePool
@@ -16,7 +17,7 @@ from jaxserve.scheduling.step_builder import StepBuilder
 from jaxserve.step import SchedulerOutput, SequenceUpdate, StepResult, TokenLogprobs
 
 _NO_TOKENS = "the step must sample at least 1 token for a running row; got 0"
-_NOT_FINITE = "logits must be finite; got NaN, or no finite value"
+NOT_FINITE = "logits must be finite; got NaN, or no finite value"
 
 
 class Scheduler:
@@ -54,6 +55,7 @@ class Scheduler:
         """
         self._config = config
         self._roster = Roster(page_pools, config, clock)
+        self._clock, self._deadlines = clock, Deadlines(config.max_queue_seconds)
         self._in_flight: deque[SchedulerOutput] = deque()
 
     @property
@@ -97,6 +99,20 @@ class Scheduler:
         return self._roster.num_window_pages_freed
 
     @property
+    def num_prefix_queries(self) -> int:
+        """Tokens looked up in the prefix cache since the start; never falls."""
+        return self._roster.prefixes.num_queries
+
+    @property
+    def num_prefix_hits(self) -> int:
+        """How many of them were found; never falls."""
+        return self._roster.prefixes.num_hits
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all computed prefixes; what runs keeps its pages."""
+        self._roster.prefixes.forget()
+
+    @property
     def kv_cache_usage(self) -> float:
         """Share of the pages that are held, in [0, 1]; of the fullest group. 0 when idle."""
         pools = self._roster.page_pools
@@ -135,6 +151,18 @@ class Scheduler:
         self._roster.add(sequence)
         sequence.max_num_tokens = max_num_tokens
         sequence.end_token_ids = find_end_token_ids(sequence.request)
+        self._deadlines.add(sequence)
+
+    def expire(self) -> list[SequenceUpdate]:
+        """End the sequences whose time is over; their tokens so far stay.
+
+        Returns:
+          The final update of each; `scheduled_seconds` tells whether it ever ran.
+        """
+        late = self._deadlines.pop_late(self._clock())
+        for sequence in late:
+            self._roster.end(sequence, FinishReason.TIMEOUT)
+        return [_make_update(sequence) for sequence in late]
 
     def schedule(self) -> SchedulerOutput | None:
         """Choose the next step and count it as in flight.
@@ -185,9 +213,12 @@ class Scheduler:
             sequence = row.sequence
             sequence.num_steps_in_flight -= 1
             sequence.num_pending_tokens -= room
+            if is_finite and (count or not row.is_decode):
+                num_written = count if row.is_decode else row.num_scheduled_tokens
+                roster.prefixes.remember(sequence, row.start + num_written)
             if sequence.finish_reason is None:
                 if not is_finite:
-                    updates.append(_end_with_error(roster, sequence, _NOT_FINITE))
+                    updates.append(_end_with_error(roster, sequence, NOT_FINITE))
                 elif count:
                     sequence.num_computed_tokens -= room - count
                     if count < width:

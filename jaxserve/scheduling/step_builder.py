@@ -1,10 +1,12 @@
 """StepBuilder: chooses the rows of one step."""
 
+import operator
 from dataclasses import dataclass
 
 from jaxserve.request import Sequence, SequenceStatus
 from jaxserve.scheduling.bucket_fit import find_surplus
 from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.prefix_index import PrefixHit
 from jaxserve.scheduling.roster import NewPages, Roster
 from jaxserve.step import ScheduledRow, SchedulerOutput
 
@@ -42,6 +44,9 @@ class StepBuilder:
     could be admitted. So the younger ones become fewer until it has its page or runs alone, and
     then every page is free or its own. When nothing runs or leaves, all pages are free and the
     first that waits is admitted. So the oldest ends, then the next oldest, and in the end all.
+
+    **Prefixes.** The first that waits is not admitted while a running sequence is about to compute
+    a page that both need. That one runs, so by the above it computes the page, or leaves.
     """
 
     def __init__(self, config: SchedulerConfig, roster: Roster):
@@ -135,19 +140,24 @@ class StepBuilder:
         reserved = _count_reserved_pages(roster, self._prompts)
         while roster.waiting and roster.slot_pool.num_free:
             sequence = roster.waiting[0]
-            num_tokens = len(sequence.token_ids)
-            count = self._chunk_size(num_tokens)
-            if count == 0 or sequence.status is SequenceStatus.LEAVING:
+            if sequence.status is SequenceStatus.LEAVING:
                 return
-            wanted = roster.count_reserved_pages(sequence, num_tokens)
+            hit = roster.prefixes.find(sequence)
+            num_tokens = len(sequence.token_ids)
+            count = self._chunk_size(num_tokens - hit.num_tokens)
+            if count == 0 or hit.is_promised:
+                return
+            wanted = roster.count_admission_pages(hit, num_tokens)
             reserved = [sum(counts) for counts in zip(reserved, wanted, strict=True)]
             if not self._can_admit(reserved):
                 return
-            roster.admit()
-            first_pages = roster.count_missing_pages(sequence, count)
-            new_pages = roster.give_pages(sequence, first_pages)
-            assert new_pages is not None
-            reserved = [n - given for n, given in zip(reserved, first_pages, strict=True)]
+            roster.admit(hit)
+            first_pages = roster.count_missing_pages(sequence, hit.num_tokens + count)
+            given = roster.give_pages(sequence, first_pages)
+            assert given is not None
+            taken = zip(reserved, first_pages, hit.num_idle_pages, strict=True)
+            reserved = [n - new - idle for n, new, idle in taken]
+            new_pages = tuple(map(operator.add, _pages_of(hit), given))
             self._add_chunk(sequence, count, new_pages, is_admission=True)
 
     def _fit_bucket(self) -> None:
@@ -220,6 +230,14 @@ class StepBuilder:
             else:
                 roster.preempt_newest()
         return None
+
+
+def _pages_of(hit: PrefixHit) -> NewPages:
+    """The pages of a hit as entries of the page tables."""
+    return tuple(
+        tuple((index, page) for index, page in enumerate(table) if page)
+        for table in hit.page_tables
+    )
 
 
 def _make_row(chunk: _Chunk) -> ScheduledRow:

@@ -26,11 +26,26 @@ def token_at(seed: int, position: int) -> int:
 
 
 def make_sequence(
-    name: str = "r", num_prompt_tokens: int = 4, max_tokens: int = 8, *, seed: int = 0, **params
+    name: str = "r",
+    num_prompt_tokens: int = 4,
+    max_tokens: int = 8,
+    *,
+    seed: int = 0,
+    shared: tuple[int, int] = (0, 0),
+    cache_salt: str | None = None,
+    arrival: float = 0.0,
+    timeout: float | None = None,
+    **params,
 ) -> Sequence:
-    """A sequence that runs to its length end unless `ignore_eos=False` is given."""
+    """A sequence that runs to its length end unless `ignore_eos=False` is given.
+
+    `shared` is another seed and how many leading tokens of the prompt are that seed's.
+    """
     index = params.pop("index", 0)
-    prompt = tuple(token_at(seed, position) for position in range(num_prompt_tokens))
+    prompt = tuple(
+        token_at(shared[0] if position < shared[1] else seed, position)
+        for position in range(num_prompt_tokens)
+    )
     request = Request(
         request_id=name,
         prompt_token_ids=prompt,
@@ -38,6 +53,9 @@ def make_sequence(
             max_tokens=max_tokens, **{"ignore_eos": True, "temperature": 1.0, **params}
         ),
         eos_token_ids=(EOS,),
+        cache_salt=cache_salt,
+        arrival_seconds=arrival,
+        timeout_seconds=timeout,
     )
     return Sequence(request=request, index=index, seed=seed, token_ids=list(prompt))
 

@@ -23,6 +23,13 @@ class _Slot:
     length: int = 0
     last_token: int | None = None
     is_frozen: bool = False
+    paths: list[int] = field(default_factory=list)
+    """For each token in pages what stands there: a hash of all tokens up to it, and the salt."""
+
+    def extend(self, token: int) -> int:
+        before = self.paths[-1] if self.paths else self.sequence.request.cache_salt
+        self.paths.append(hash((before, token)))
+        return self.paths[-1]
 
 
 @dataclass
@@ -35,6 +42,7 @@ class SimulatedDevice:
       is_eager: whether a decode row emits all the tokens it may, or a number that varies.
       poisoned: seeds of sequences whose logits are NaN.
       num_frozen_rows: rows that were scheduled after their sequence had ended here.
+      num_cached_tokens: tokens of admitted rows that were in pages already.
     """
 
     page_sizes: tuple[int, ...]
@@ -42,8 +50,9 @@ class SimulatedDevice:
     is_eager: bool = True
     poisoned: set[int] = field(default_factory=set)
     num_frozen_rows: int = 0
+    num_cached_tokens: int = 0
     _slots: dict[int, _Slot] = field(default_factory=dict)
-    _memory: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
+    _memory: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def run(self, output: SchedulerOutput) -> StepResult:
         decodes = [row.is_decode for row in output.rows]
@@ -64,7 +73,9 @@ class SimulatedDevice:
     def _clear(self, output: SchedulerOutput) -> None:
         for row in output.rows:
             for group, pages in enumerate(row.new_pages):
-                for _, page in pages:
+                for index, page in pages:
+                    if row.is_admission and (index + 1) * self.page_sizes[group] <= row.start:
+                        continue  # found in the prefix cache
                     for offset in range(self.page_sizes[group]):
                         self._memory.pop((group, page, offset), None)
 
@@ -73,11 +84,17 @@ class SimulatedDevice:
         if row.is_admission:
             slot = _Slot(row.sequence, [[] for _ in self.page_sizes])
             self._slots[row.sequence.state_slot] = slot
+            for token in row.sequence.token_ids[: row.start]:
+                slot.extend(token)
+            slot.length = row.start
+            self.num_cached_tokens += row.start
         slot = self._slots[row.sequence.state_slot]
         assert slot.sequence is row.sequence
         for table, pages in zip(slot.page_tables, row.new_pages, strict=True):
             for index, page in pages:
-                assert index == len(table) and page != 0
+                assert index >= len(table) and page != 0
+                assert index == len(table) or (row.is_admission and self.windows != (None,))
+                table += [0] * (index - len(table))
                 table.append(page)
         if row.is_decode:
             return self._run_decode(slot, row)
@@ -104,21 +121,21 @@ class SimulatedDevice:
         return tokens
 
     def _write(self, slot: _Slot, token: int) -> None:
+        path = slot.extend(token)
         for group, page_size in enumerate(self.page_sizes):
             page = slot.page_tables[group][slot.length // page_size]
             key = (group, page, slot.length % page_size)
-            self._memory[key] = (slot.sequence.seed, token)
+            self._memory[key] = path
         slot.length += 1
 
     def _read(self, slot: _Slot, first_query: int) -> None:
         """Read what the queries of a row see, from the first one on."""
-        seed = slot.sequence.seed
         for group, page_size in enumerate(self.page_sizes):
             table, window = slot.page_tables[group], self.windows[group]
             first_key = 0 if window is None else max(0, first_query - window + 1)
             for position in range(first_key, slot.length):
                 key = (group, table[position // page_size], position % page_size)
-                assert self._memory[key] == (seed, token_at(seed, position))
+                assert self._memory[key] == slot.paths[position]
 
     def _sample(self, slot: _Slot) -> int:
         sequence, seed = slot.sequence, slot.sequence.seed

@@ -28,6 +28,8 @@ from tests.jaxserve.simulated_engine import SimulatedEngine
 
 MAX_MODEL_LEN = 14
 num_window_pages_freed = Counter[str]()
+num_cached_tokens = Counter[str]()
+num_late = Counter[str]()
 """What the histories came across; a law that was never put to use proves nothing."""
 
 
@@ -61,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_decode_row_tokens=st.sampled_from([1, 1, 3]),
         threshold=st.sampled_from([0, 0, 2]),
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
+        enable_prefix_caching=st.booleans(),
+        max_queue_seconds=st.sampled_from([None, None, 2.0]),
     )
     def start(
         self,
@@ -71,7 +75,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_decode_row_tokens,
         threshold,
         watermark,
+        enable_prefix_caching,
+        max_queue_seconds,
     ):
+        self.now = 0.0
         budget = max_num_seqs * max_decode_row_tokens + 2
         longest_row = max(threshold or budget, max_decode_row_tokens)
         longest_row += (max_steps_in_flight - 1) * (max_decode_row_tokens - 1)
@@ -86,6 +93,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_decode_row_tokens=max_decode_row_tokens,
             long_prefill_token_threshold=threshold,
             watermark=watermark,
+            enable_prefix_caching=enable_prefix_caching,
+            max_queue_seconds=max_queue_seconds,
+            clock=lambda: self.now,
         )
         self.engine = SimulatedEngine(self.scheduler, is_eager=False)
         self.sequences: dict[tuple[str, int], Sequence] = {}
@@ -108,8 +118,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         has_stop_id=st.booleans(),
         n=st.sampled_from([1, 2, 4]),
+        shared=st.tuples(st.integers(1, 2), st.integers(0, MAX_MODEL_LEN)),
+        cache_salt=st.sampled_from([None, None, "salt"]),
+        timeout=st.sampled_from([None, None, None, 1.0, 4.0]),
     )
-    def add(self, prompt, max_tokens, min_tokens, ignore_eos, has_stop_id, n):
+    def add(self, prompt, max_tokens, min_tokens, ignore_eos, has_stop_id, n, **others):
         name = f"r{len(self.sequences)}"
         for index in range(n):
             sequence = make_sequence(
@@ -119,9 +132,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 seed=1000 + len(self.sequences),
                 index=index,
                 n=n,
+                arrival=self.now,
                 min_tokens=min(min_tokens, max_tokens),
                 ignore_eos=ignore_eos,
                 stop_token_ids=[STOP_ID] if has_stop_id else [],
+                **others,
             )
             limit = min(prompt + max_tokens, MAX_MODEL_LEN)
             pools = self.engine.page_pools
@@ -217,10 +232,40 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not finals or last is finals[0]
         self.num_taken = len(self.engine.updates)
 
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
+    def let_time_pass(self, seconds):
+        self.now += seconds
+        due = {key for key in self.unfinished() if self.is_late(self.sequences[key])}
+        updates = self.engine.take(self.scheduler.expire())
+        assert {(u.request_id, u.index) for u in updates} == due
+        for update in updates:
+            assert update.finish_reason is FinishReason.TIMEOUT
+            self.ended_outside[update.request_id, update.index] = (FinishReason.TIMEOUT, None)
+            num_late["waiting" if update.scheduled_seconds is None else "running"] += 1
+
+    def is_late(self, sequence):
+        request, limit = sequence.request, self.scheduler._config.max_queue_seconds
+        waited = self.now - request.arrival_seconds
+        is_over = request.timeout_seconds is not None and waited >= request.timeout_seconds
+        never_ran = sequence.scheduled_seconds is None
+        return is_over or (limit is not None and never_ran and waited >= limit)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.scheduler.reset_prefix_cache()
+        assert not any(pool.num_cached for pool in self.engine.page_pools)
+
     def teardown(self):
         if not hasattr(self, "engine"):
             return
         self.engine.drain(self.engine.num_steps + self.max_steps)
+        num_cached = self.engine.device.num_cached_tokens
+        num_cached_tokens["all"] += num_cached
+        assert not self.scheduler._roster.prefixes._promised
+        if self.scheduler.num_window_pages_freed:
+            num_cached_tokens["windows"] += num_cached
+        if self.scheduler.num_preemptions:
+            num_cached_tokens["preempting"] += num_cached
         num_window_pages_freed["all"] += self.scheduler.num_window_pages_freed
         if self.scheduler.num_preemptions:
             num_window_pages_freed["preempting"] += self.scheduler.num_window_pages_freed
@@ -258,8 +303,12 @@ _QUICK = settings(
 @pytest.mark.bugbank
 def test_every_short_history_keeps_the_laws():
     num_window_pages_freed.clear()
+    num_cached_tokens.clear()
+    num_late.clear()
     run_state_machine_as_test(SchedulerMachine, settings=_QUICK)
     assert min(num_window_pages_freed["all"], num_window_pages_freed["preempting"]) > 100
+    assert min(num_cached_tokens[name] for name in ("all", "windows", "preempting")) > 100
+    assert min(num_late["running"], num_late["waiting"]) > 20
 
 
 @pytest.mark.bugbank

@@ -30,7 +30,7 @@ def make(seed: int = 0, token_ids: tuple[int, ...] = (5, 6, 7), eos=(2,), **para
 
 def record_of(sequence: Sequence) -> np.ndarray:
     record = np.full(RECORD_SIZE, -77, np.int32)
-    write_record(record, sequence)
+    write_record(record, sequence, 0)
     return record
 
 

@@ -1,0 +1,193 @@
+"""PrefixIndex: finds computed prefixes in the page pools, and remembers new ones."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from jaxserve.request import Sequence
+from jaxserve.scheduling.page_digests import PageDigests, root_digest
+from jaxserve.scheduling.page_pool import PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What of a sequence's tokens is computed already.
+
+    Attributes:
+      num_tokens: leading tokens whose keys and values are in pages of every group.
+      page_tables: for each group, these pages; 0 where the window has passed.
+      num_dead_pages: for each group, how many zeros stand first.
+      num_idle_pages: for each group, how many of the pages no sequence holds.
+      is_promised: a running sequence is about to compute the next page, too.
+    """
+
+    num_tokens: int
+    page_tables: tuple[list[int], ...]
+    num_dead_pages: tuple[int, ...]
+    num_idle_pages: tuple[int, ...]
+    is_promised: bool
+
+
+class PrefixIndex:
+    """Prefix caching over all cache groups.
+
+    A page is remembered when the step that filled it is committed and all its tokens are known, so
+    no other sequence ever reads what is not computed. A sequence that is admitted promises the
+    full pages of its prompt; one that needs the same page waits for it, and does not compute it a
+    second time. It waits for a running sequence only: one that leaves takes its promises back.
+
+    Attributes:
+      num_queries: tokens of the sequences that were looked up at their first admission.
+      num_hits: how many of them were found.
+    """
+
+    def __init__(self, page_pools: tuple[PagePool, ...], *, is_enabled: bool):
+        """Start without promises.
+
+        Args:
+          page_pools: of the groups.
+          is_enabled: otherwise nothing is ever remembered.
+        """
+        self._pools, self._is_enabled = page_pools, is_enabled
+        self._step = math.lcm(*(pool.page_size for pool in page_pools))
+        whole = [group for group, pool in enumerate(page_pools) if pool.sliding_window is None]
+        self._whole_groups = tuple(whole)
+        self._promised: Counter[bytes] = Counter()
+        self._no_pages = (0,) * len(page_pools)
+        self.num_queries = 0
+        self.num_hits = 0
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Get a new sequence ready to be looked up."""
+        sequence.num_cached_pages = [0] * len(self._pools)
+        if not self._is_enabled:
+            return
+        root = root_digest(sequence.request.cache_salt)
+        by_size = {
+            size: PageDigests(root, sequence.token_ids, size)
+            for size in {pool.page_size for pool in self._pools}
+        }
+        sequence.page_digests = [by_size[pool.page_size] for pool in self._pools]
+
+    def find(self, sequence: Sequence) -> PrefixHit:
+        """Look up a waiting sequence; its last known token is always left to compute."""
+        if not self._is_enabled or sequence.request.sampling_params.skip_reading_prefix_cache:
+            return PrefixHit(
+                0, tuple([] for _ in self._pools), self._no_pages, self._no_pages, False
+            )
+        most = (len(sequence.token_ids) - 1) // self._step * self._step
+        num_tokens = most
+        for group in self._whole_groups:
+            num_tokens = min(num_tokens, self._count_found(sequence, group, num_tokens))
+        while num_tokens and not all(
+            self._has_window(sequence, group, num_tokens)
+            for group in range(len(self._pools))
+            if group not in self._whole_groups
+        ):
+            num_tokens -= self._step
+        tables, dead, idle = [], [], []
+        for group, pool in enumerate(self._pools):
+            num_dead = pool.num_dead_pages(num_tokens)
+            pages = self._pages(sequence, group, num_dead, num_tokens // pool.page_size)
+            tables.append([0] * num_dead + pages)
+            dead.append(num_dead)
+            idle.append(sum(pool.cache.is_idle(page) for page in pages))
+        return PrefixHit(
+            num_tokens,
+            tuple(tables),
+            tuple(dead),
+            tuple(idle),
+            num_tokens < most and self._is_promised(sequence, num_tokens),
+        )
+
+    def admit(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Give a sequence the pages of its hit, and promise the full pages that it will compute."""
+        for group, pool in enumerate(self._pools):
+            table = hit.page_tables[group]
+            pool.take_cached(table[hit.num_dead_pages[group] :])
+            sequence.page_tables[group] = list(table)
+            sequence.num_freed_pages[group] = hit.num_dead_pages[group]
+            sequence.num_cached_pages[group] = len(table)
+        sequence.num_computed_tokens = hit.num_tokens
+        if sequence.scheduled_seconds is None:
+            sequence.num_cached_tokens = hit.num_tokens
+            self.num_queries += len(sequence.token_ids)
+            self.num_hits += hit.num_tokens
+        if self._is_enabled and self._whole_groups:
+            group = self._whole_groups[0]
+            first = sequence.num_cached_pages[group]
+            end = len(sequence.token_ids) // self._pools[group].page_size
+            sequence.num_promised_pages = end
+            self._promised.update(self._digests(sequence, group, first, end))
+
+    def remember(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Remember the full pages of a sequence.
+
+        Args:
+          sequence: holds its pages.
+          num_computed_tokens: leading tokens whose keys and values committed steps have written.
+        """
+        if not self._is_enabled:
+            return
+        num_tokens = min(num_computed_tokens, len(sequence.token_ids))
+        for group, pool in enumerate(self._pools):
+            first, end = sequence.num_cached_pages[group], num_tokens // pool.page_size
+            if end <= first:
+                continue
+            if self._whole_groups and group == self._whole_groups[0]:
+                self._keep_promises(sequence, group, end)
+            for index in range(first, end):
+                page = sequence.page_tables[group][index]
+                if page:
+                    pool.cache.add(page, *sequence.page_digests[group].of(index))
+            sequence.num_cached_pages[group] = end
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence computes no further: it takes its promises back."""
+        if sequence.num_promised_pages:
+            self._keep_promises(sequence, self._whole_groups[0], sequence.num_promised_pages)
+            sequence.num_promised_pages = 0
+
+    def forget(self) -> None:
+        """Forget all content; sequences that run keep their pages."""
+        for pool in self._pools:
+            pool.forget_cached()
+
+    def _keep_promises(self, sequence: Sequence, group: int, end: int) -> None:
+        """Strike the promises of pages up to `end`, which are computed or never will be."""
+        end = min(end, sequence.num_promised_pages)
+        for digest in self._digests(sequence, group, sequence.num_cached_pages[group], end):
+            self._promised[digest] -= 1
+            if not self._promised[digest]:
+                del self._promised[digest]
+
+    def _is_promised(self, sequence: Sequence, num_tokens: int) -> bool:
+        if not self._promised or not self._whole_groups:
+            return False
+        group = self._whole_groups[0]
+        page = num_tokens // self._pools[group].page_size
+        return sequence.page_digests[group].of(page)[0] in self._promised
+
+    def _digests(self, sequence: Sequence, group: int, first: int, end: int) -> list[bytes]:
+        digests = sequence.page_digests[group]
+        return [digests.of(page)[0] for page in range(first, end)]
+
+    def _find_page(self, sequence: Sequence, group: int, index: int) -> int | None:
+        return self._pools[group].cache.find(*sequence.page_digests[group].of(index))
+
+    def _count_found(self, sequence: Sequence, group: int, num_tokens: int) -> int:
+        """Tokens, a multiple of the step, whose pages are all there."""
+        page_size = self._pools[group].page_size
+        for index in range(num_tokens // page_size):
+            if self._find_page(sequence, group, index) is None:
+                return index * page_size // self._step * self._step
+        return num_tokens
+
+    def _has_window(self, sequence: Sequence, group: int, num_tokens: int) -> bool:
+        pool = self._pools[group]
+        indices = range(pool.num_dead_pages(num_tokens), num_tokens // pool.page_size)
+        return all(self._find_page(sequence, group, index) is not None for index in indices)
+
+    def _pages(self, sequence: Sequence, group: int, first: int, end: int) -> list[int]:
+        found = (self._find_page(sequence, group, index) for index in range(first, end))
+        return [page for page in found if page is not None]
