@@ -58,6 +58,7 @@ def build(model: str, rows: int, flags: dict[str, Any]) -> LLM:
         "row_buckets": [rows],
         "token_buckets": [8192],
         "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": False,  # the prompts are run several times
     }
     if num_layers is not None:
         settings["hf_overrides"] = {"num_hidden_layers": num_layers}

@@ -6,6 +6,7 @@ import enum
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Self
 
@@ -14,17 +15,21 @@ from jaxserve.distributed.messages import (
     AbortRequest,
     AddRequest,
     BadFrameError,
+    EngineFailed,
     EngineInfo,
     EngineReady,
     EngineStats,
     FromEngine,
+    PrefixCacheReset,
     RequestRefused,
+    ResetPrefixCache,
     StartProgressed,
     StartRefused,
     StepNews,
 )
 from jaxserve.distributed.socket_client import SocketClient
 from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
+from jaxserve.field_checks import refuse_given
 from jaxserve.observers import Observers
 from jaxserve.outputs import RequestOutput
 from jaxserve.processing.front_end import FrontEnd, require_tokenizer
@@ -33,6 +38,7 @@ from jaxserve.processing.open_requests import OpenRequests
 from jaxserve.processing.prompts import Message, Prompt
 from jaxserve.processing.request_loop import Submission
 from jaxserve.processing.request_maker import Params, RequestMaker
+from jaxserve.processing.request_options import NO_OPTIONS, Priority, RequestOptions
 from jaxserve.processing.request_preparer import RequestPreparer
 from jaxserve.request import Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
@@ -84,6 +90,7 @@ class AsyncLLMEngine:
         self.is_refused = False
         self._requests = OpenRequests(self.front_end.output_processor())
         self._preparer = RequestPreparer()
+        self._resets: deque[asyncio.Future[None]] = deque()
         self._client: SocketClient | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -158,6 +165,8 @@ class AsyncLLMEngine:
         *,
         request_id: str | None = None,
         is_stream: bool = True,
+        request_options: RequestOptions = NO_OPTIONS,
+        priority: Priority = None,
     ) -> list[Submission]:
         """Tokenize and check prompts, in a thread; nothing runs yet.
 
@@ -166,13 +175,22 @@ class AsyncLLMEngine:
           sampling_params: one for all, or one a prompt; the model's defaults if not given.
           request_id: of one prompt; several get it with their index behind it.
           is_stream: outputs hold what is new; otherwise one comes at the end.
+          request_options: of all prompts, where a prompt itself says nothing.
+          priority: of all, or one a prompt; lower runs earlier, where the scheduling policy goes
+            by it.
 
         Raises:
           InvalidRequestError: a prompt or parameter breaks a rule.
           EngineNotReadyError: the engine has not started.
           EngineDeadError: it has ended.
         """
-        make = functools.partial(self._maker().of_prompts, prompts, sampling_params)
+        make = functools.partial(
+            self._maker().of_prompts,
+            prompts,
+            sampling_params,
+            request_options=request_options,
+            priority=priority,
+        )
         return await self._prepare(make, _kind(is_stream), request_id)
 
     async def prepare_chat(
@@ -184,7 +202,7 @@ class AsyncLLMEngine:
         is_stream: bool = True,
         **options: Any,
     ) -> Submission:
-        """Render, tokenize and check one conversation; `options` are those of `encode_chat`.
+        """Render, tokenize and check one conversation; `options` are those of `of_chats`.
 
         Raises:
           InvalidRequestError: a message or parameter breaks a rule, or there is no template.
@@ -235,6 +253,8 @@ class AsyncLLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
         """Continue one prompt, under vLLM's name and in the form that `output_kind` asks for.
 
@@ -246,7 +266,9 @@ class AsyncLLMEngine:
         kind = RequestOutputKind.CUMULATIVE
         if isinstance(sampling_params, SamplingParams):
             kind = sampling_params.output_kind
-        make = functools.partial(self._maker().of_prompts, prompt, sampling_params)
+        make = functools.partial(
+            self._maker().of_prompts, prompt, sampling_params, priority=priority
+        )
         submissions = await self._prepare(make, kind, request_id)
         if len(submissions) != 1:
             rule = "must be one, since its outputs are streamed"
@@ -260,6 +282,32 @@ class AsyncLLMEngine:
         engine_id = self._requests.engine_id(request_id)
         if engine_id is not None:
             self._running_client.send(AbortRequest(engine_id))
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all computed prefixes; requests that run keep their pages.
+
+        Args:
+          reset_running_requests: not supported in this release.
+          reset_connector: not supported in this release.
+
+        Returns:
+          True: it was reset, and no request that is sent from now on finds what was there.
+
+        Raises:
+          InvalidRequestError: an argument asks for more.
+          EngineNotReadyError: the engine has not started.
+          EngineDeadError: it has ended.
+        """
+        refuse_given(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
+        self._check_alive()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._resets.append(done)
+        self._running_client.send(ResetPrefixCache())
+        await done
+        self._check_not_dead()
+        return True
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
@@ -343,10 +391,14 @@ class AsyncLLMEngine:
         match message:
             case StepNews():
                 self._take_step(message)
+            case PrefixCacheReset():
+                _wake(self._resets.popleft())
             case StartProgressed():
                 self.progress = (message.stage, message.done, message.total)
             case EngineReady():
                 self._become_ready(message.info)
+            case EngineFailed():
+                self._die(EngineDeadError(message.message))
             case StartRefused():
                 self._error, self.is_refused = EngineDeadError(message.message), True
             case RequestRefused():
@@ -376,7 +428,14 @@ class AsyncLLMEngine:
             return
         self.state, self._error = EngineState.DEAD, error
         self._requests.fail_all(error)
+        for done in self._resets:
+            _wake(done)
         self._started.set()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():  # it is done when its caller has gone
+        waiter.set_result(None)
 
 
 def _kind(is_stream: bool) -> RequestOutputKind:

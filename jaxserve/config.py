@@ -1,6 +1,7 @@
 """EngineConfig: what an engine is asked to be; no JAX."""
 
 import difflib
+import math
 import os
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,9 +17,12 @@ from jaxserve.config_fields import (
 )
 from jaxserve.errors import EngineConfigError, describe_value
 from jaxserve.loading_config import LOAD_FORMATS, LoadingConfig
+from jaxserve.quantities import read_quantity
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 BACKENDS = ("mosaic", "triton", "xla")
+MAX_OFFLOADING_GIB = 1 << 20
+"""More than any host has: bytes given for GiB shall not pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +39,25 @@ class EngineConfig(LoadingConfig):
     dtype: str = flag("auto", "type of weights and computation", "model")
     chat_template: str | None = flag(None, "path or text of a Jinja chat template", "model")
     seed: int = flag(0, "of dummy weights and of requests without a seed", "model")
-    max_model_len: int | None = flag(None, "tokens of prompt and output together", "memory")
+    max_model_len: int | str | None = flag(
+        None,
+        "tokens of prompt and output together, as 16k (16000) or 16K (16384); auto or -1: the "
+        "most that model and memory take",
+        "memory",
+    )
     gpu_memory_utilization: float = flag(0.92, "share of the GPU's memory to use", "memory")
-    kv_cache_memory_bytes: int | None = flag(None, "bytes of keys and values", "memory")
+    kv_cache_memory_bytes: int | None = flag(
+        None, "bytes of keys and values, as 20G or 20GiB (binary), or 20g (decimal)", "memory"
+    )
     num_gpu_blocks_override: int | None = flag(None, "number of pages", "memory")
     block_size: int = flag(16, "tokens in a page", "memory")
     stored_head_dim: int | None = flag(None, "head dim in memory: 64, 128 or 256", "memory")
+    enable_prefix_caching: bool = flag(
+        True, "take pages that were computed for the same tokens", "memory"
+    )
+    kv_offloading_size: float | None = flag(
+        None, "GiB of the host's memory for pages that the device has no room for", "memory"
+    )
     max_num_seqs: int | None = flag(None, "sequences that run at the same time", "scheduler")
     max_num_batched_tokens: int | None = flag(None, "tokens of one step", "scheduler")
     long_prefill_token_threshold: int = flag(
@@ -59,10 +76,21 @@ class EngineConfig(LoadingConfig):
     stacked_weights: str | None = flag(
         None, "weights kept as one array for all layers: none, vectors or all", "execution"
     )
+    step_timeout: float | None = flag(
+        None,
+        "seconds after which a step that has not come back counts as hung, and a server's engine "
+        "ends; 0 = no limit; 300 on GPUs and no limit elsewhere if not given",
+        "execution",
+    )
+    debug_poison_pages: bool = flag(
+        False, "overwrite free pages with NaN, so that a wrong read is found out", "execution"
+    )
     max_logprobs: int = flag(20, "largest number of log-probabilities of a token", "model")
 
     def __post_init__(self) -> None:
-        """Check the values; list and dict arguments become immutable or private."""
+        """Check the values; lists and dicts become immutable or private, quantities integers."""
+        for name in _QUANTITIES:
+            object.__setattr__(self, name, self._as_quantity(name, getattr(self, name)))
         for name in ("row_buckets", "token_buckets"):
             value = getattr(self, name)
             if value is not None:
@@ -78,8 +106,11 @@ class EngineConfig(LoadingConfig):
         check_choice(self, "stacked_weights", (None, "none", "vectors", "all"))
         check_choice(self, "attention_backend", (None, *BACKENDS))
         for name in _POSITIVE:
-            check_range(self, name, 1)
+            if getattr(self, name) != "auto":
+                check_range(self, name, 1)
         check_range(self, "long_prefill_token_threshold", 0)
+        check_range(self, "step_timeout", 0)
+        check_range(self, "kv_offloading_size", 0, MAX_OFFLOADING_GIB)
         check_range(self, "seed", -(2**63), 2**63 - 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise field_error(self, "gpu_memory_utilization", "must be in (0, 1]")
@@ -89,6 +120,16 @@ class EngineConfig(LoadingConfig):
             raise field_error(self, "stored_head_dim", "must be 64, 128 or 256")
         if not 0 <= self.max_logprobs <= 20:
             raise field_error(self, "max_logprobs", "must be in [0, 20]")
+
+    @property
+    def fixed_model_len(self) -> int | None:
+        """`max_model_len` where it is a number, not left to model and memory."""
+        return None if isinstance(self.max_model_len, str) else self.max_model_len
+
+    @property
+    def kv_offloading_bytes(self) -> int:
+        """`kv_offloading_size` in bytes, of all devices together; 0 = there is no host tier."""
+        return math.ceil((self.kv_offloading_size or 0) * 2**30)
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> "EngineConfig":
@@ -114,6 +155,16 @@ class EngineConfig(LoadingConfig):
         paths = {n: os.fspath(v) for n, v in given.items() if isinstance(v, os.PathLike)}
         return cls(**given | paths)
 
+    def _as_quantity(self, name: str, value: Any) -> Any:
+        """The number that a text means; of a length also "auto", which vLLM's -1 becomes."""
+        takes_auto = name == "max_model_len"
+        if isinstance(value, str) and not (takes_auto and value == "auto"):
+            try:
+                value = read_quantity(value)
+            except ValueError as error:
+                raise field_error(self, name, str(error)) from error
+        return "auto" if takes_auto and type(value) is int and value == -1 else value
+
     def _checked_sizes(self, name: str, value: Any) -> tuple[int, ...]:
         is_list = isinstance(value, list | tuple) and len(value) > 0
         if not is_list or any(type(size) is not int or size < 1 for size in value):
@@ -133,6 +184,9 @@ _KIND_NAMES = {
     str: "text (objects are not supported in this release)",
     dict: "a dict (functions are not supported in this release)",
 }
+
+_QUANTITIES = ("max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens")
+"""Fields that take texts such as 16k or 20GiB, too: vLLM reads their flags so."""
 
 _POSITIVE = (
     "max_model_len",
@@ -177,7 +231,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "uni"),
-    "enable_prefix_caching": (False, None),
     "enable_chunked_prefill": (True, None),
     "async_scheduling": (True, None),
     "scheduling_policy": ("fcfs",),
@@ -187,6 +240,5 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "max_cpu_loras": (None,),
     "kv_cache_dtype": ("auto",),
     "disable_log_stats": (True, None),
-    "kv_offloading_size": (None, 0),
 }
 """vLLM's arguments that this release does not act on, with the values that ask nothing of it."""

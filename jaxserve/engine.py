@@ -1,18 +1,20 @@
 """Engine: add, abort, step. The page to read first."""
 
-import logging
 import time
 from collections import deque
 from dataclasses import dataclass
 from random import Random
 
+import msgspec
+
+from jaxserve.errors import EngineDeadError
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.model_runner import ModelRunner, StepHandle
+from jaxserve.execution.poison import PagePoisoner
 from jaxserve.request import FinishReason, Request, Sequence
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.step import SchedulerOutput, SequenceUpdate
-
-logger = logging.getLogger(__name__)
+from jaxserve.step import SchedulerOutput, SequenceUpdate, StepResult
+from jaxserve.step_recovery import StepRecovery
 
 
 @dataclass(slots=True)
@@ -59,10 +61,13 @@ class Engine:
         *,
         max_steps_in_flight: int,
         seed: int = 0,
+        poisoner: PagePoisoner | None = None,
     ):
         self.scheduler, self.runner, self._builder = scheduler, runner, builder
         self._max_steps_in_flight = max_steps_in_flight
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle | Exception]] = deque()
+        self._recovery = StepRecovery(scheduler, builder)
+        self._poisoner = poisoner
         self._random = Random(seed)
         self._updates: list[SequenceUpdate] = []
         self.times = StepTimes()
@@ -72,7 +77,9 @@ class Engine:
 
         Raises:
           RequestTooLongError: it can never fit the pool of pages.
+          EngineDeadError: the engine is dead.
         """
+        self._check_not_dead()
         seed = request.sampling_params.seed
         first_seed = self._random.getrandbits(63) if seed is None else seed
         for index in range(request.sampling_params.n):
@@ -104,9 +111,18 @@ class Engine:
         )
 
     def step(self) -> list[SequenceUpdate]:
-        """Keep the device busy, and return what the oldest step in flight brought."""
+        """Keep the device busy, and return what the oldest step in flight brought.
+
+        A step that fails raises nothing: its sequences end with an error or run again, see
+        `StepRecovery`.
+
+        Raises:
+          EngineDeadError: the engine is dead, and has told how each sequence ended.
+        """
+        if not self._updates:
+            self._check_not_dead()
         self._updates += self.scheduler.expire()
-        while len(self._in_flight) < self._max_steps_in_flight:
+        while self._may_start:
             output = self._schedule()
             if output is None:
                 break
@@ -121,6 +137,28 @@ class Engine:
         """Whether a step would bring something."""
         return bool(self._in_flight or self._updates or self.scheduler.has_unfinished)
 
+    @property
+    def death_reason(self) -> str | None:
+        """Why no step can run any more; None while they can."""
+        return self._recovery.death_reason
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the device was given up; then nothing is unfinished and nothing is taken."""
+        return self.death_reason is not None
+
+    def _check_not_dead(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError(f"the engine is dead: {self.death_reason}")
+
+    @property
+    def _may_start(self) -> bool:
+        """Nothing is started behind a step whose start has failed, before that is dealt with."""
+        if not self._in_flight:
+            return True
+        is_failed = isinstance(self._in_flight[-1][1], Exception)
+        return not is_failed and len(self._in_flight) < self._max_steps_in_flight
+
     def _schedule(self) -> SchedulerOutput | None:
         start = time.perf_counter()
         output = self.scheduler.schedule()
@@ -128,18 +166,16 @@ class Engine:
         return output
 
     def _start(self, output: SchedulerOutput) -> None:
-        """Build and dispatch a step; one that raises ends its own sequences.
-
-        Where the device itself fails, cache and state are lost with the donated arrays: later
-        steps then fail in the same way, until nothing is left, and no request waits for ever.
-        """
+        """Build and dispatch a step; where that raises, the step fails when its turn has come."""
         times, start = self.times, time.perf_counter()
         try:
             batch = self._builder.build(output)
             built = time.perf_counter()
+            if self._poisoner is not None:
+                self._poisoner.poison_before(output, self.runner)
             handle = self.runner.dispatch(batch)
         except Exception as error:
-            self._fail(output, error)
+            self._in_flight.append((output, error))
             return
         self._in_flight.append((output, handle))
         times.build += built - start
@@ -148,21 +184,40 @@ class Engine:
         times.num_tokens += batch.num_tokens
         times.num_padded_tokens += batch.bucket.num_tokens
 
-    def _finish(self, output: SchedulerOutput, handle: StepHandle) -> None:
-        """Collect and commit a step."""
+    def _finish(self, output: SchedulerOutput, handle: StepHandle | Exception) -> None:
+        """Collect and commit the oldest step, or recover from its failure."""
         times, start = self.times, time.perf_counter()
         try:
+            if isinstance(handle, Exception):
+                raise handle
             result = self.runner.collect(handle)
         except Exception as error:
             self._fail(output, error)
             return
         collected = time.perf_counter()
-        self._updates += self.scheduler.commit(output, result)
+        self._updates += self._commit(output, result)
         times.collect += collected - start
         times.commit += time.perf_counter() - collected
 
+    def _commit(self, output: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
+        self._recovery.note_success()
+        if self._poisoner is None or result.is_finite.all():
+            return self.scheduler.commit(output, result)
+        rows = zip(output.rows, result.is_finite, strict=False)  # the result may be padded
+        found = {
+            row.sequence.request.request_id: self._poisoner.explain(row, self.runner)
+            for row, is_finite in rows
+            if not is_finite
+        }
+        return [
+            msgspec.structs.replace(update, error=f"{update.error}; {found[update.request_id]}")
+            if update.error and found.get(update.request_id)
+            else update
+            for update in self.scheduler.commit(output, result)
+        ]
+
     def _fail(self, output: SchedulerOutput, error: Exception) -> None:
-        ids = [row.sequence.request.request_id for row in output.rows]
-        logger.exception("the step of requests %s failed", ids, exc_info=error)
-        message = f"the step failed: {type(error).__name__}"
-        self._updates += self.scheduler.fail_step(output, message)
+        """Take back the oldest step in flight, which has failed."""
+        if self._poisoner is not None:
+            self._poisoner.forget()
+        self._updates += self._recovery.recover(self.runner, output, error, self._in_flight)

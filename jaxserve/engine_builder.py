@@ -20,15 +20,18 @@ from jaxserve.execution.engine_plan import (
     plan_engine,
     scheduler_config,
 )
+from jaxserve.execution.host_pages import HostPages, check_host_memory
 from jaxserve.execution.limits import Limits
-from jaxserve.execution.memory_plan import MemoryBill
+from jaxserve.execution.memory_plan import DeviceMemory, MemoryBill
 from jaxserve.execution.model_runner import ModelRunner
 from jaxserve.execution.model_setup import ModelSetup
+from jaxserve.execution.page_mover import PageMover
+from jaxserve.execution.poison import PagePoisoner
 from jaxserve.execution.program_store import ProgramStore, open_program_store
 from jaxserve.processing.model_files import open_configured_model
 from jaxserve.scheduling.scheduler import Scheduler
 from models.config import ModelConfig
-from models.kv_cache import allocate_cache
+from models.kv_cache import abstract_cache, allocate_cache
 from models.loading.checkpoint import CheckpointLoader
 from models.loading.source import ModelSource, OpenedModel
 from models.weight_layout import WeightStore, make_dummy_leaves
@@ -36,6 +39,8 @@ from models.weight_layout import WeightStore, make_dummy_leaves
 logger = logging.getLogger(__name__)
 
 MAX_COMPILE_THREADS = 8
+GPU_STEP_SECONDS = 300.0
+"""Far more than the largest step takes; a CPU may take any time."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) while an engine starts."""
@@ -53,6 +58,7 @@ class BuiltEngine:
       bill: the memory's use.
       device_kind: of the device that runs the model, such as "NVIDIA H200" or "cpu".
       seconds: start-up time by stage.
+      step_timeout: seconds after which a step counts as hung; None = never.
     """
 
     engine: Engine
@@ -62,6 +68,7 @@ class BuiltEngine:
     bill: MemoryBill
     device_kind: str
     seconds: dict[str, float]
+    step_timeout: float | None
 
 
 def build_engine(
@@ -82,6 +89,33 @@ def build_engine(
     return builder.build(opened or open_configured_model(config))
 
 
+def set_up(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSetup, Path]:
+    """Take the devices: the model's setup on them, and the folder of the caches.
+
+    The devices' memory is reserved; nothing but a few bytes lies in it.
+
+    Raises:
+      ModelLoadError: the model's config is refused.
+      EngineConfigError: the settings do not fit the model, the devices or the host.
+    """
+    check_host_memory(config.kv_offloading_bytes)
+    model = model_for(config, opened)
+    cache_dir = configure_jax(
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        compilation_cache_dir=config.compilation_cache_dir,
+    )
+    setup = ModelSetup.choose(config, model)
+    jax.block_until_ready(setup.sharder.put(np.zeros(1, np.int32)))  # reserves the memory
+    check_memory_pool(setup.sharder.mesh.local_devices)
+    return setup, cache_dir
+
+
+def model_for(config: EngineConfig, opened: OpenedModel) -> ModelConfig:
+    """The model's numbers under the settings; raises as `OpenedModel.model_config`."""
+    model = opened.model_config(config.hf_overrides)
+    return model.for_length(config.fixed_model_len or model.max_position_embeddings)
+
+
 class _EngineBuilder:
     """Runs the stages of a start in order, and tells of each."""
 
@@ -91,28 +125,22 @@ class _EngineBuilder:
 
     def build(self, opened: OpenedModel) -> BuiltEngine:
         path, source = opened.path, opened.source
-        model = opened.model_config(self.config.hf_overrides)
-        model = model.for_length(self.config.max_model_len or model.max_position_embeddings)
-        cache_dir = configure_jax(
-            gpu_memory_utilization=self.config.gpu_memory_utilization,
-            compilation_cache_dir=self.config.compilation_cache_dir,
-        )
-        setup = ModelSetup.choose(self.config, model)
-        jax.block_until_ready(setup.sharder.put(np.zeros(1, np.int32)))  # reserves the memory
-        check_memory_pool(setup.sharder.mesh.local_devices)
+        setup, cache_dir = set_up(self.config, opened)
         leaves = self._timed("load", lambda: self._load(setup, source, str(path)))
-        plan = self._timed("plan", lambda: plan_engine(setup, cache_dir))
+        memory = DeviceMemory.of_devices(setup.sharder.mesh.local_devices)
+        plan = self._timed("plan", lambda: plan_engine(setup, memory, cache_dir))
         store = open_program_store(setup, cache_dir)
         engine = self._timed("compile", lambda: self._compile(setup, plan, leaves, store))
         logger.info("%s", plan.bill)
         return BuiltEngine(
             engine=engine,
-            model_config=model,
+            model_config=setup.model,
             path=path,
             limits=plan.limits,
             bill=plan.bill,
             device_kind=jax.devices()[0].device_kind,
             seconds=self.seconds,
+            step_timeout=_step_timeout(self.config, is_gpu=setup.is_gpu),
         )
 
     def _timed[T](self, stage: str, run: Callable[[], T]) -> T:
@@ -146,12 +174,19 @@ class _EngineBuilder:
             progress=lambda done, total: self.progress("compile", done, total),
             store=store,
         )
+        cache = allocate_cache(setup.geometries, plan.num_pages, setup.sharder)
+        page_mover = None
+        if plan.bill.num_host_pages:
+            host_pages = HostPages(setup.geometries, plan.bill.num_host_pages)
+            page_mover = PageMover(programs, host_pages)
+            cache = page_mover.measure(cache)
         runner = ModelRunner(
             leaves,
-            allocate_cache(setup.geometries, plan.num_pages, setup.sharder),
+            cache,
             setup.sharder.zeros(abstract_state(setup, plan.limits)),
             programs,
             head_index=setup.layout.head_index,
+            page_mover=page_mover,
         )
         return Engine(
             Scheduler(scheduler_config(setup, plan.limits, plan.buckets), plan.pools),
@@ -159,4 +194,18 @@ class _EngineBuilder:
             runner,
             max_steps_in_flight=self.config.max_steps_in_flight,
             seed=self.config.seed,
+            poisoner=self._make_poisoner(setup, plan),
         )
+
+    def _make_poisoner(self, setup: ModelSetup, plan: EnginePlan) -> PagePoisoner | None:
+        if not self.config.debug_poison_pages:
+            return None
+        cache = abstract_cache(setup.geometries, plan.num_pages, setup.sharder)
+        return PagePoisoner(plan.pools, cache, setup.sharder)
+
+
+def _step_timeout(config: EngineConfig, *, is_gpu: bool) -> float | None:
+    """The watchdog's limit; the programs are compiled by then, so it is the device's time alone."""
+    if config.step_timeout is None:
+        return GPU_STEP_SECONDS if is_gpu else None
+    return config.step_timeout or None

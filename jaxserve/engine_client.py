@@ -1,9 +1,11 @@
 """EngineClient: how RequestLoop talks to an engine; to one in another process see SocketClient."""
 
+import contextlib
 from typing import Protocol
 
 from jaxserve.request import FinishReason, Request
 from jaxserve.step import SequenceUpdate, StopAbort
+from jaxserve.watchdog import Watchdog
 
 
 class SteppingEngine(Protocol):
@@ -65,10 +67,16 @@ class EngineClient(Protocol):
 
 
 class InProcessClient:
-    """An EngineClient that drives an engine in the caller's own thread: notebooks and scripts."""
+    """An EngineClient that drives an engine in the caller's own thread: notebooks and scripts.
 
-    def __init__(self, engine: SteppingEngine):
+    Args:
+      engine: ready to step.
+      watchdog: sees steps that hang; None = no one does.
+    """
+
+    def __init__(self, engine: SteppingEngine, watchdog: Watchdog | None = None):
         self._engine = engine
+        self._watch = watchdog or contextlib.nullcontext()
 
     @property
     def has_unfinished(self) -> bool:
@@ -95,4 +103,5 @@ class InProcessClient:
 
     def updates(self) -> list[SequenceUpdate]:
         """Run one step."""
-        return self._engine.step()
+        with self._watch:
+            return self._engine.step()

@@ -13,6 +13,13 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_NESTING = 64
 
 
+def refuse_given(**arguments: Any) -> None:
+    """Refuse by name what this release does not do; None and False ask for nothing."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise InvalidRequestError.for_field(name, "is not supported in this release", value)
+
+
 def check_bool(name: str, value: Any) -> bool:
     """Take True or False, and nothing that only means it."""
     if not isinstance(value, bool):

@@ -1,6 +1,8 @@
 """LLM: the offline door, for notebooks and scripts."""
 
+import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -8,15 +10,20 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine_client import InProcessClient
 from jaxserve.environment import environment_settings
 from jaxserve.errors import EngineConfigError, InvalidRequestError, describe_value
+from jaxserve.field_checks import refuse_given
 from jaxserve.outputs import RequestOutput
 from jaxserve.processing.front_end import FrontEnd, require_tokenizer
 from jaxserve.processing.output_processor import OutputProcessor
 from jaxserve.processing.prompts import Message, Prompt
 from jaxserve.processing.request_loop import RequestLoop, Submission
 from jaxserve.processing.request_maker import Params, RequestMaker
+from jaxserve.processing.request_options import Priority, RequestOptions
 from jaxserve.progress import PromptProgress, StartProgress
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -110,7 +117,16 @@ class LLM:
         self._maker = front_end.request_maker(self._built.limits.max_model_len)
         processor = front_end.output_processor()
         self._watched = None if disable_log_stats else _watch(processor, config, self._built)
-        self._loop = RequestLoop(InProcessClient(self._built.engine), self._watched or processor)
+        client = InProcessClient(self._built.engine, self._make_watchdog())
+        self._loop = RequestLoop(client, self._watched or processor)
+
+    def _make_watchdog(self) -> Watchdog | None:
+        """Logs where a step hangs. Only that: the values of a notebook live in this process."""
+        if self._built.step_timeout is None:
+            return None
+        watchdog = Watchdog(self._built.step_timeout, _advise_restart)
+        weakref.finalize(self, watchdog.stop)
+        return watchdog
 
     @property
     def engine(self) -> "Engine":
@@ -144,18 +160,23 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
+        timeout: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
 
         Args:
-          prompts: text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of them.
+          prompts: text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of them;
+            a dict may also hold cache_salt, timeout, ttft_goal_ms and tpot_goal_ms.
           sampling_params: one for all, or one a prompt; the model's defaults if not given.
           use_tqdm: show progress; or what to call instead of tqdm.
           lora_request: not supported in this release.
-          priority: not supported in this release.
+          priority: one for all prompts, or one a prompt; lower runs earlier, where the scheduling
+            policy goes by it.
+          timeout: seconds until each request ends with what it has, under the finish reason
+            "timeout"; that of a prompt goes before it.
           tokenization_kwargs: not supported in this release.
           mm_processor_kwargs: not supported in this release.
 
@@ -165,13 +186,18 @@ class LLM:
         Raises:
           InvalidRequestError: a prompt or parameter breaks a rule; nothing was generated.
         """
-        _refuse_given(
+        refuse_given(
             lora_request=lora_request,
-            priority=priority,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        submissions = self._maker.of_prompts(prompts, sampling_params, RequestOutputKind.FINAL_ONLY)
+        submissions = self._maker.of_prompts(
+            prompts,
+            sampling_params,
+            RequestOutputKind.FINAL_ONLY,
+            request_options=RequestOptions.from_fields(timeout=timeout),
+            priority=priority,
+        )
         return self.run(submissions, use_tqdm=use_tqdm)
 
     def chat(
@@ -180,7 +206,7 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -188,6 +214,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
+        timeout: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
@@ -198,7 +225,7 @@ class LLM:
           sampling_params: as in `generate`.
           use_tqdm: as in `generate`.
           lora_request: not supported in this release.
-          priority: not supported in this release.
+          priority: as in `generate`.
           chat_template: text of a Jinja template, instead of the model's.
           chat_template_content_format: "auto" and "string" give templates the content as text;
             "openai" (as parts) is not supported in this release.
@@ -206,15 +233,15 @@ class LLM:
           continue_final_message: continue the last message instead.
           tools: descriptions of functions, for templates that show them.
           chat_template_kwargs: further variables of the template.
+          timeout: as in `generate`.
           tokenization_kwargs: not supported in this release.
           mm_processor_kwargs: not supported in this release.
 
         Raises:
           InvalidRequestError: as `generate`; or the template refuses the messages, or is missing.
         """
-        _refuse_given(
+        refuse_given(
             lora_request=lora_request,
-            priority=priority,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
@@ -227,6 +254,8 @@ class LLM:
             messages,
             sampling_params,
             RequestOutputKind.FINAL_ONLY,
+            request_options=RequestOptions.from_fields(timeout=timeout),
+            priority=priority,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -277,6 +306,25 @@ class LLM:
             raise EngineConfigError("disable_log_stats must be False for get_metrics; got True")
         return self._watched.metrics()
 
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all computed prefixes; what streams still run keep their pages.
+
+        Args:
+          reset_running_requests: not supported in this release.
+          reset_connector: not supported in this release.
+
+        Returns:
+          True: it was reset.
+
+        Raises:
+          InvalidRequestError: an argument asks for more.
+        """
+        refuse_given(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
+        self._built.engine.scheduler.reset_prefix_cache()
+        return True
+
     def get_world_size(self, include_dp: bool = True) -> int:
         """Devices that run the model; there is no data parallelism to leave out yet."""
         return self.config.tensor_parallel_size
@@ -304,6 +352,10 @@ class LLM:
         return self._loop.stream(submissions[0])
 
 
+def _advise_restart(message: str) -> None:
+    logger.error("%s; if it never does, restart this process, or the notebook's kernel", message)
+
+
 def _watch(
     processor: OutputProcessor, config: EngineConfig, built: "BuiltEngine"
 ) -> "WatchedProcessor":
@@ -311,9 +363,3 @@ def _watch(
     from jaxserve.metrics.offline import WatchedProcessor
 
     return WatchedProcessor(processor, config, built)
-
-
-def _refuse_given(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise InvalidRequestError.for_field(name, "is not supported in this release", value)

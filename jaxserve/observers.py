@@ -29,6 +29,10 @@ class EngineObserver(Protocol):
         """A request's client has gone before its end."""
         ...
 
+    def rejected(self, reason: str) -> None:
+        """A request was refused before the engine had it, since too much waits."""
+        ...
+
 
 class Observers(list[EngineObserver]):
     """The observers of one engine; none of them can hurt it."""

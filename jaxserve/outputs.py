@@ -108,7 +108,7 @@ class CompletionOutput:
       cumulative_logprob: sum of the log-probabilities of `token_ids`; None when not asked for.
       logprobs: for each of `token_ids`, {id: Logprob} of the chosen and the most likely tokens
         (one entry more than asked when the chosen one is not among them); None when not asked.
-      finish_reason: "stop", "length", "abort", "error" or "repetition"; None while unfinished.
+      finish_reason: "stop", "length", "abort", "error" or "timeout"; None while unfinished.
       stop_reason: the stop string or token id; None for end of sequence and other reasons.
       error: what went wrong when `finish_reason` is "error".
       routed_experts, lora_request, sampling_mask, spec_decode_metrics, weight_versions: None

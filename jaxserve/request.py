@@ -1,6 +1,7 @@
 """What a client asked (Request) and its running state on the host (Sequence)."""
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from jaxserve.sampling_params import SamplingParams
@@ -89,6 +90,10 @@ class Sequence:
       num_cached_pages: for each cache group, how many pages, the first ones, the prefix cache was
         told of.
       num_promised_pages: so many of the first pages others may wait for; 0 when it does not run.
+      order_key: where the sequence stands among all; the smaller comes first. Set when added.
+      latest_start_seconds: if it has got no slot by then, on the scheduler's clock, its key becomes
+        `late_order_key`. Set when added.
+      late_order_key: see above.
       scheduled_seconds: when the sequence first got a slot, on the scheduler's clock.
       sample_mode: the `SampleMode` of all its rows that sample; None before the first of them, and
         always where it depends on the row (`min_tokens`). Set by the batch builder.
@@ -110,6 +115,9 @@ class Sequence:
     page_digests: list[PageDigests] = field(default_factory=list)
     num_cached_pages: list[int] = field(default_factory=list)
     num_promised_pages: int = 0
+    order_key: tuple[float, ...] = ()
+    latest_start_seconds: float = math.inf
+    late_order_key: tuple[float, ...] = ()
     scheduled_seconds: float | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None

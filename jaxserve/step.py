@@ -35,12 +35,39 @@ class ScheduledRow(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
     new_pages: tuple[tuple[tuple[int, int], ...], ...]
 
 
+class PageMove(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One page between the device's cache and a slot of the host's memory.
+
+    Attributes:
+      group: index of the cache group; each has slots of its own.
+      page: id of the device's page.
+      host_slot: in [0, num_host_pages).
+    """
+
+    group: int
+    page: int
+    host_slot: int
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One step: decode rows first, then rows of prompt chunks."""
+    """One step: decode rows first, then rows of prompt chunks.
+
+    Before its programs run all offloads and then all fetches. So an offload takes what the page
+    held before this step, and a fetch may name a slot that an offload of this step fills.
+
+    Attributes:
+      rows: what each sequence computes.
+      num_decode_rows: the first so many.
+      num_tokens: of all rows.
+      offloads: device pages whose content goes to host slots; of two to one slot the last counts.
+      fetches: host slots whose content goes to device pages; of two to one page the last counts.
+    """
 
     rows: tuple[ScheduledRow, ...]
     num_decode_rows: int
     num_tokens: int
+    offloads: tuple[PageMove, ...] = ()
+    fetches: tuple[PageMove, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):

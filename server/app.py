@@ -8,7 +8,7 @@ from server.access.cors import Cors
 from server.access.door import Door
 from server.config import ServerConfig
 from server.errors import EXCEPTION_HANDLERS
-from server.routes import chat_completions, completions, models, status, tokenization
+from server.routes import chat_completions, completions, development, models, status, tokenization
 from server.routes.metrics import HttpMetrics, attach_metrics, metrics_route
 from server.state import ServerState
 
@@ -44,6 +44,7 @@ def create_app(engine: AsyncLLMEngine, config: ServerConfig) -> Starlette:
             *models.routes,
             *tokenization.routes,
             *status.routes,
+            *(development.routes if config.enable_dev_routes else ()),
             metrics_route(registry),
         ],
         middleware=middleware,

@@ -45,6 +45,9 @@ class ServerConfig:
     allow_metrics_without_api_key: bool = flag(
         False, "let /metrics be read without a key", "access"
     )
+    enable_dev_routes: bool = flag(
+        False, "add POST /reset_prefix_cache, for those who develop and measure", "access"
+    )
     allowed_origins: tuple[str, ...] = flag((), "web origins that browsers may use", "access")
     allowed_methods: tuple[str, ...] = flag(("*",), "methods for those origins", "access")
     allowed_headers: tuple[str, ...] = flag(("*",), "headers for those origins", "access")
@@ -54,6 +57,9 @@ class ServerConfig:
     )
     max_num_queued_tokens: int | None = flag(
         None, "prompt tokens that may wait; 8 times the KV cache's if not given", "limits"
+    )
+    default_request_timeout: float | None = flag(
+        None, "seconds until a request ends that gives no timeout of its own", "limits"
     )
     max_body_bytes: int = flag(8 << 20, "bytes of a request's body", "limits")
     max_header_bytes: int = flag(16 << 10, "bytes of a request's headers", "limits")
@@ -97,6 +103,7 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_header_bytes"):
             check_range(self, name, 1024)
         check_range(self, "watchdog_seconds", 1)
+        check_range(self, "default_request_timeout", 0.001)
         for name in ("shutdown_timeout", "max_log_len", "sse_keep_alive_interval"):
             check_range(self, name, 0)
         check_range(self, "max_json_depth", 1, 512)

@@ -11,6 +11,7 @@ from starlette.types import Receive, Send
 from jaxserve.errors import JaxServeError
 from jaxserve.outputs import RequestOutput
 from server.errors import error_events
+from server.protocol.answers import check_scheduled, waited_in_vain
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,27 @@ async def _pump(
             await queue.put(error)
 
 
+async def scheduled_outputs(
+    streams: Sequence[AsyncGenerator[RequestOutput]],
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """What `merge_streams` gives, held back until an output shows that a request ran.
+
+    Raises:
+      QueueTimeoutError: none did: all waited until their timeouts, and nothing was given.
+    """
+    held: list[tuple[int, RequestOutput]] = []
+    async with contextlib.aclosing(merge_streams(streams)) as outputs:
+        async for item in outputs:
+            held.append(item)
+            if not waited_in_vain(item[1]):
+                break
+        check_scheduled([output for _, output in held])
+        for item in held:
+            yield item
+        async for item in outputs:
+            yield item
+
+
 async def send_stream(
     send: Send,
     streams: Sequence[AsyncGenerator[RequestOutput]],
@@ -108,6 +130,7 @@ async def send_stream(
     *,
     headers: Sequence[Header] = (),
     keep_alive_seconds: float = 0.0,
+    starts_at_once: bool = True,
 ) -> None:
     """Answer with the events of requests; an error ends the stream as an event.
 
@@ -117,17 +140,25 @@ async def send_stream(
       writer: makes events of them.
       headers: besides those of every event stream.
       keep_alive_seconds: silence after which a comment is sent; 0 = never.
+      starts_at_once: begin the answer now, not with the first event or comment. Until it has begun
+        an error can be answered with its status.
+
+    Raises:
+      Exception: an error came before the answer had begun.
     """
-    sender = _EventSender(send)
-    await sender.start(headers)
+    sender = _EventSender(send, headers)
+    if starts_at_once:
+        await sender.start()
     with _leave_when_stalled(sender), _keep_alive(sender, keep_alive_seconds):
         try:
-            async with contextlib.aclosing(merge_streams(streams)) as outputs:
+            async with contextlib.aclosing(scheduled_outputs(streams)) as outputs:
                 async for prompt_index, output in outputs:
                     if events := writer.events(prompt_index, output):
                         await sender.send(events)
             last = writer.last_events()
         except Exception as error:
+            if not sender.has_started:
+                raise
             if not isinstance(error, JaxServeError):
                 logger.exception("a stream failed")
             last = error_events(error)
@@ -138,20 +169,25 @@ class _EventSender:
     """Sends events.
 
     Attributes:
+      has_started: whether status and headers were sent; the first event sends them at the latest.
       num_begun, num_done: sends; they differ while one waits for its client to read.
     """
 
-    def __init__(self, send: Send):
-        self._send = send
+    def __init__(self, send: Send, headers: Sequence[Header]):
+        self._send, self._headers = send, headers
+        self.has_started = False
         self.num_begun = self.num_done = 0
 
-    async def start(self, headers: Sequence[Header]) -> None:
+    async def start(self) -> None:
+        self.has_started = True
         first = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        first += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"), *headers]
+        first += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"), *self._headers]
         await self._send({"type": "http.response.start", "status": 200, "headers": first})
 
     async def send(self, events: bytes, *, is_last: bool = False) -> None:
         self.num_begun += 1
+        if not self.has_started:
+            await self.start()
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
         self.num_done += 1
 

@@ -55,12 +55,13 @@ def with_scheduler(
     old = built.engine
     assert not old.has_unfinished
     config = dataclasses.replace(old.scheduler._config, **limits)
-    windows = [pool.sliding_window for pool in old.scheduler._roster.page_pools]
-    counts = (num_pages,) * len(windows) if isinstance(num_pages, int) else num_pages
-    pools = zip(counts, windows, strict=True)
-    scheduler = Scheduler(
-        config, tuple(PagePool(count, 16, sliding_window=window) for count, window in pools)
+    old_pools = old.scheduler._roster.page_pools
+    counts = (num_pages,) * len(old_pools) if isinstance(num_pages, int) else num_pages
+    pools = tuple(
+        PagePool(count, 16, sliding_window=pool.sliding_window, num_host_pages=pool.host.num_slots)
+        for count, pool in zip(counts, old_pools, strict=True)
     )
+    scheduler = Scheduler(config, pools)
     in_flight = config.max_steps_in_flight
     return Engine(scheduler, old._builder, old.runner, max_steps_in_flight=in_flight, seed=seed)
 
@@ -71,7 +72,9 @@ def with_empty_cache(engine: Engine, leaves: Sequence[jax.Array] | None = None) 
     cache, state = jax.tree.map(jnp.zeros_like, (old._cache, old._state))
     index = next(i for i, leaf in enumerate(old._leaves) if leaf is old._head)
     weights = old._leaves if leaves is None else leaves
-    engine.runner = ModelRunner(weights, cache, state, old._programs, head_index=index)
+    engine.runner = ModelRunner(
+        weights, cache, state, old._programs, head_index=index, page_mover=old.page_mover
+    )
     return engine
 
 

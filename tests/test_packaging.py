@@ -13,7 +13,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "models", "pallas_kernels", "server")
-HEAVY = ("jaxserve.engine", "jaxserve.engine_builder", "jaxserve.execution")
+HEAVY = (
+    "jaxserve.engine", "jaxserve.engine_builder", "jaxserve.execution", "jaxserve.plan_report",
+)  # fmt: skip
 """Modules of the upper floors that own, or lead to, arrays."""
 LIGHT_MODELS = (
     "models.config",
@@ -108,7 +110,7 @@ def test_only_execution_and_the_engine_builder_import_jax():
         return {name.partition(".")[0] for name in names}
 
     files = [name for package in ("server", "jaxserve") for name in files_of(package)]
-    arrays = ("jaxserve/execution/", "jaxserve/engine_builder.py")
+    arrays = ("jaxserve/execution/", "jaxserve/engine_builder.py", "jaxserve/plan_report.py")
     upper = [f for f in files if f.endswith(".py") and not f.startswith(arrays)]
     assert [name for name in upper if imported(REPOSITORY / name) & {"jax", "flax"}] == []
 

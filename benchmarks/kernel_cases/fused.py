@@ -13,7 +13,7 @@ from jax import lax
 from benchmarks.kernel_cases.timing import COPY_BYTES_PER_SECOND, random_array
 from pallas_kernels.fused import xla_fused
 from pallas_kernels.fused.add_norm import add_norm
-from pallas_kernels.fused.fused_inputs import Activation
+from pallas_kernels.fused.fused_inputs import Activation, total
 from pallas_kernels.fused.gated_activation import gated_activation
 from pallas_kernels.fused.kv_write import write_by_scatter
 from pallas_kernels.fused.rotary_write import rotary_write

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jaxserve.distributed.messages import EngineInfo, EngineStats
+from jaxserve.step import SequenceUpdate
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -25,18 +26,39 @@ def engine_info(built: "BuiltEngine", page_size: int) -> EngineInfo:
     )
 
 
-def engine_stats(
-    engine: "Engine", *, num_generation_tokens: int, num_bad_frames: int = 0
-) -> EngineStats:
-    """The state of an engine now; it does not know the two counts itself."""
-    scheduler, times = engine.scheduler, engine.times
-    return EngineStats(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        kv_cache_usage=scheduler.kv_cache_usage,
-        num_preemptions=scheduler.num_preemptions,
-        num_steps=times.num_steps,
-        num_tokens=times.num_tokens,
-        num_bad_frames=num_bad_frames,
-        num_generation_tokens=num_generation_tokens,
-    )
+class StatsTaker:
+    """Takes the state of an engine that is ready, and counts what the engine itself does not."""
+
+    def __init__(self, engine: "Engine"):
+        """Begin to count compilations; those of the start are no news."""
+        from jaxserve.execution.programs import CompilationCounter  # imports JAX
+
+        self._engine, self._compilations = engine, CompilationCounter()
+        self._num_generation_tokens = 0
+
+    def take_in(self, updates: list[SequenceUpdate]) -> None:
+        """Count the output tokens of a step's updates."""
+        self._num_generation_tokens += sum([len(update.new_token_ids) for update in updates])
+
+    def stats(self, *, num_bad_frames: int = 0) -> EngineStats:
+        """The state of the engine now."""
+        scheduler, times = self._engine.scheduler, self._engine.times
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.kv_cache_usage,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=times.num_steps,
+            num_tokens=times.num_tokens,
+            num_bad_frames=num_bad_frames,
+            num_generation_tokens=self._num_generation_tokens,
+            num_padded_tokens=times.num_padded_tokens,
+            num_compilations=self._compilations.count,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            schedule_seconds=times.schedule,
+            build_seconds=times.build,
+            dispatch_seconds=times.dispatch,
+            collect_seconds=times.collect,
+            commit_seconds=times.commit,
+        )

@@ -4,6 +4,8 @@ The engine works in the main thread. One thread reads the socket and one writes 
 never waits for the other process, unless that has stopped reading altogether.
 """
 
+import contextlib
+import functools
 import logging
 import os
 import queue
@@ -15,15 +17,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
 
 from jaxserve.config import EngineConfig
-from jaxserve.distributed.engine_facts import engine_info, engine_stats
+from jaxserve.distributed.engine_facts import StatsTaker, engine_info
 from jaxserve.distributed.messages import (
     HEADER_BYTES,
     AbortRequest,
     AddRequest,
     BadFrameError,
+    EngineFailed,
     EngineReady,
     FromEngine,
+    PrefixCacheReset,
     RequestRefused,
+    ResetPrefixCache,
     Shutdown,
     StartEngine,
     StartProgressed,
@@ -35,9 +40,10 @@ from jaxserve.distributed.messages import (
     frame_length,
 )
 from jaxserve.engine_client import InProcessClient
-from jaxserve.errors import EngineConfigError, JaxServeError
+from jaxserve.errors import EngineConfigError, EngineDeadError, JaxServeError
 from jaxserve.log_writer import LINE_START, TIME_FORMAT, LogWriter
 from jaxserve.step import StopAbort
+from jaxserve.watchdog import Watchdog
 from models.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -48,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 MAX_UNSENT_FRAMES = 4096
 """Steps ahead of a reader that does not read; then the engine waits for it."""
+LAST_WORDS_SECONDS = 2.0
+"""So long an engine that cannot go on tries to tell why."""
 
 
 class EngineSocket:
@@ -85,6 +93,13 @@ class EngineSocket:
             self._outbox.put(None)
         self._writer.join()
 
+    def send_last(self, message: FromEngine) -> None:
+        """Send a message and all before it, unless the other end is slow to read; then none."""
+        with contextlib.suppress(queue.Full):
+            self._outbox.put(encode_frame(message), timeout=LAST_WORDS_SECONDS)
+            self._outbox.put(None, timeout=LAST_WORDS_SECONDS)
+            self._writer.join(LAST_WORDS_SECONDS)
+
     def join(self) -> None:
         """Wait for both threads; for those who closed the other end themselves."""
         self.flush()
@@ -119,17 +134,29 @@ class EngineSocket:
 class EngineLoop:
     """Steps an engine while it has work, and takes messages between the steps.
 
+    Args:
+      engine: ready to step.
+      connection: to the other process.
+      watchdog: sees steps that hang; None = no one does.
+
     Attributes:
       is_leaving: whether Shutdown has come.
     """
 
-    def __init__(self, engine: "Engine", connection: EngineSocket):
+    def __init__(
+        self, engine: "Engine", connection: EngineSocket, watchdog: Watchdog | None = None
+    ):
         self._engine, self._connection = engine, connection
-        self._num_generation_tokens = 0
+        self._watch = watchdog or contextlib.nullcontext()
+        self._taker = StatsTaker(engine)
         self.is_leaving = False
 
     def run(self) -> None:
-        """Work until Shutdown comes."""
+        """Work until Shutdown comes.
+
+        Raises:
+          EngineDeadError: the device was given up; the other process knows.
+        """
         while not self.is_leaving:
             self.turn()
 
@@ -137,14 +164,14 @@ class EngineLoop:
         """Take the messages that have come, and run one step if there is work."""
         self._take_messages()
         if self._engine.has_unfinished and not self.is_leaving:
-            updates = self._engine.step()
-            self._num_generation_tokens += sum([len(update.new_token_ids) for update in updates])
-            stats = engine_stats(
-                self._engine,
-                num_generation_tokens=self._num_generation_tokens,
-                num_bad_frames=self._connection.num_bad_frames,
-            )
+            with self._watch:
+                updates = self._engine.step()
+            self._taker.take_in(updates)
+            stats = self._taker.stats(num_bad_frames=self._connection.num_bad_frames)
             self._connection.send(StepNews(updates, stats))
+            if self._engine.death_reason is not None:
+                self._connection.send_last(EngineFailed(self._engine.death_reason))
+                raise EngineDeadError(self._engine.death_reason)
 
     def _take_messages(self) -> None:
         """All that have come; waits for one when there is nothing else to do."""
@@ -162,6 +189,9 @@ class EngineLoop:
                 self._engine.abort(message.request_id)
             case StopAbort():
                 InProcessClient(self._engine).stop(message)
+            case ResetPrefixCache():
+                self._engine.scheduler.reset_prefix_cache()
+                self._connection.send(PrefixCacheReset())
             case Shutdown():
                 self.is_leaving = True
             case StartEngine():
@@ -191,8 +221,18 @@ def serve(connection: EngineSocket) -> int:
         connection.flush()
         return 2
     connection.send(EngineReady(engine_info(built, message.config["block_size"])))
-    EngineLoop(built.engine, connection).run()
+    watchdog = None
+    if built.step_timeout is not None:
+        watchdog = Watchdog(built.step_timeout, functools.partial(_leave_hung, connection))
+    EngineLoop(built.engine, connection, watchdog).run()
     return 0
+
+
+def _leave_hung(connection: EngineSocket, message: str) -> None:
+    """End the process from the watchdog's thread: the main thread waits for the device."""
+    connection.send_last(EngineFailed(message))
+    logging.shutdown()
+    os._exit(1)
 
 
 def _build(message: StartEngine, connection: EngineSocket) -> "BuiltEngine":

@@ -55,6 +55,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
       num_preemptions, num_steps, num_tokens: counts; tokens are those that steps computed.
       num_bad_frames: frames from outside that were no messages.
       num_generation_tokens: output tokens that steps have given out.
+      num_padded_tokens: tokens of the buckets that the steps were padded to.
+      num_compilations: programs that XLA has compiled in the engine's process since it was ready.
+      num_prefix_queries, num_prefix_hits: prompt tokens that were looked up in the prefix cache,
+        and those that were found there.
+      schedule_seconds, build_seconds, dispatch_seconds, collect_seconds, commit_seconds: of the
+        host by stage of the step, see `StepTimes`; `collect_seconds` is mostly spent waiting for
+        the device.
     """
 
     num_running: int = 0
@@ -65,6 +72,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_tokens: int = 0
     num_bad_frames: int = 0
     num_generation_tokens: int = 0
+    num_padded_tokens: int = 0
+    num_compilations: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    schedule_seconds: float = 0.0
+    build_seconds: float = 0.0
+    dispatch_seconds: float = 0.0
+    collect_seconds: float = 0.0
+    commit_seconds: float = 0.0
 
 
 class StartEngine(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +98,10 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     eos_token_ids: tuple[int, ...]
     arrival_seconds: float
     priority: int
+    cache_salt: str | None
+    timeout_seconds: float | None
+    ttft_goal_seconds: float | None
+    tpot_goal_seconds: float | None
 
     @classmethod
     def of(cls, request: Request) -> "AddRequest":
@@ -93,6 +113,10 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             eos_token_ids=request.eos_token_ids,
             arrival_seconds=request.arrival_seconds,
             priority=request.priority,
+            cache_salt=request.cache_salt,
+            timeout_seconds=request.timeout_seconds,
+            ttft_goal_seconds=request.ttft_goal_seconds,
+            tpot_goal_seconds=request.tpot_goal_seconds,
         )
 
     def request(self) -> Request:
@@ -104,6 +128,10 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             eos_token_ids=self.eos_token_ids,
             arrival_seconds=self.arrival_seconds,
             priority=self.priority,
+            cache_salt=self.cache_salt,
+            timeout_seconds=self.timeout_seconds,
+            ttft_goal_seconds=self.ttft_goal_seconds,
+            tpot_goal_seconds=self.tpot_goal_seconds,
         )
 
 
@@ -111,6 +139,10 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
     """The client of a request has gone."""
 
     request_id: str
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget all computed prefixes; PrefixCacheReset answers."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +176,10 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
+    """The oldest ResetPrefixCache without an answer is done."""
+
+
 class StepNews(msgspec.Struct, frozen=True, tag=True):
     """One step: its updates, and the engine's state after it."""
 
@@ -151,13 +187,35 @@ class StepNews(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-type ToEngine = StartEngine | AddRequest | AbortRequest | StopAbort | Shutdown
-type FromEngine = StartProgressed | EngineReady | StartRefused | RequestRefused | StepNews
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of an engine that cannot go on: why; the process leaves."""
+
+    message: str
+
+
+type ToEngine = StartEngine | AddRequest | AbortRequest | StopAbort | ResetPrefixCache | Shutdown
+type FromEngine = (
+    StartProgressed
+    | EngineReady
+    | StartRefused
+    | RequestRefused
+    | PrefixCacheReset
+    | StepNews
+    | EngineFailed
+)
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(StartEngine | AddRequest | AbortRequest | StopAbort | Shutdown)
+_to_engine = msgspec.msgpack.Decoder(
+    StartEngine | AddRequest | AbortRequest | StopAbort | ResetPrefixCache | Shutdown
+)
 _from_engine = msgspec.msgpack.Decoder(
-    StartProgressed | EngineReady | StartRefused | RequestRefused | StepNews
+    StartProgressed
+    | EngineReady
+    | StartRefused
+    | RequestRefused
+    | PrefixCacheReset
+    | StepNews
+    | EngineFailed
 )
 
 

@@ -9,7 +9,7 @@ from jaxserve.execution.buckets import Bucket, BucketTable
 from jaxserve.execution.packed_layout import PackedLayout, admission_layout, step_layout
 from jaxserve.execution.sample_mode import SampleMode, mode_of_row
 from jaxserve.execution.slot_record import write_record
-from jaxserve.step import ScheduledRow, SchedulerOutput
+from jaxserve.step import PageMove, ScheduledRow, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class PackedBatch:
       num_tokens: real tokens.
       num_logprobs: for each real row the log-probabilities asked for, or None; empty when no
         row asks for any.
+      offloads: pages to copy to the host ahead of the step.
+      fetches: pages to copy back after them.
     """
 
     bucket: Bucket
@@ -35,10 +37,16 @@ class PackedBatch:
     num_rows: int
     num_tokens: int
     num_logprobs: tuple[int | None, ...]
+    offloads: tuple[PageMove, ...] = ()
+    fetches: tuple[PageMove, ...] = ()
 
 
 class BatchBuilder:
-    """Builds packed batches, and guards every index: JAX clamps and drops bad ones in silence."""
+    """Builds packed batches, and guards every index: JAX clamps and drops bad ones in silence.
+
+    Attributes:
+      num_host_pages: slots of each cache group in the host's memory.
+    """
 
     def __init__(
         self,
@@ -49,10 +57,11 @@ class BatchBuilder:
         num_pages: tuple[int, ...],
         max_pages_per_seq: int,
         vocab_size: int,
+        num_host_pages: int = 0,
     ):
         self._buckets, self._unused_slot = buckets, max_num_seqs
         self._num_pages, self._max_pages = num_pages, max_pages_per_seq
-        self._vocab_size = vocab_size
+        self._vocab_size, self.num_host_pages = vocab_size, num_host_pages
         groups = len(num_pages)
         self._layouts = {
             bucket: step_layout(bucket, num_groups=groups, page_size=page_size)
@@ -90,6 +99,7 @@ class BatchBuilder:
             self._pack_tokens(views["token_ids"], output)
         admissions = self._pack_changes(layout, views, output)
         self._guard_rows(views, len(rows))
+        self._guard_moves(output.offloads + output.fetches)
         return PackedBatch(
             bucket=bucket,
             packed=packed,
@@ -98,6 +108,8 @@ class BatchBuilder:
             num_rows=len(rows),
             num_tokens=output.num_tokens,
             num_logprobs=_num_logprobs(rows) if mode is SampleMode.FULL else (),
+            offloads=output.offloads,
+            fetches=output.fetches,
         )
 
     def _pack_tokens(self, token_ids: np.ndarray, output: SchedulerOutput) -> None:
@@ -173,6 +185,17 @@ class BatchBuilder:
             raise ValueError(f"page ids must be in [1, {num_pages}); got {pages}")
         if index.min() < 0 or index.max() >= self._max_pages:
             raise ValueError(f"page table indices must be in [0, {self._max_pages}); got {index}")
+
+    def _guard_moves(self, moves: tuple[PageMove, ...]) -> None:
+        for move in moves:
+            if not 0 <= move.group < len(self._num_pages):
+                raise ValueError(f"groups must be in [0, {len(self._num_pages)}); got {move}")
+            if not 1 <= move.page < self._num_pages[move.group]:
+                raise ValueError(
+                    f"page ids must be in [1, {self._num_pages[move.group]}); got {move}"
+                )
+            if not 0 <= move.host_slot < self.num_host_pages:
+                raise ValueError(f"host slots must be in [0, {self.num_host_pages}); got {move}")
 
 
 def _mode_of_rows(rows: tuple[ScheduledRow, ...]) -> SampleMode | None:

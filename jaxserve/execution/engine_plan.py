@@ -11,20 +11,24 @@ from jaxserve.errors import EngineConfigError
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.buckets import BucketTable
 from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.host_pages import count_host_pages
 from jaxserve.execution.limits import Limits, choose_buckets, choose_limits
 from jaxserve.execution.memory_plan import (
     DEFAULT_CPU_CACHE_BYTES,
+    RESERVED_BYTES,
+    DeviceMemory,
     MemoryBill,
     PlanMemory,
     RememberedPlan,
     count_tokens,
-    free_mesh_bytes,
 )
 from jaxserve.execution.model_setup import ModelSetup
+from jaxserve.execution.page_mover import MAX_DEVICE_PAGES
 from jaxserve.execution.page_plan import (
     PAGE_COUNT_STEP,
     PageDemand,
     count_page_bytes,
+    fill_memory,
     make_demands,
     pages_that_fit,
     plan_pages,
@@ -32,6 +36,7 @@ from jaxserve.execution.page_plan import (
 from jaxserve.execution.programs import ProgramShapes, ProgramTable
 from jaxserve.execution.sampler import choose_draw
 from jaxserve.execution.step_functions import StepFunctions
+from jaxserve.execution.temporaries import estimate_temporaries
 from jaxserve.scheduling.admission import max_sequence_tokens
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
@@ -60,32 +65,62 @@ class EnginePlan:
     bill: MemoryBill
 
 
-def plan_engine(setup: ModelSetup, cache_dir: Path) -> EnginePlan:
-    """Settle page counts, lengths and buckets; the weights are in memory already.
+def plan_engine(
+    setup: ModelSetup, memory: DeviceMemory | None, cache_dir: Path | None
+) -> EnginePlan:
+    """Settle page counts, lengths and buckets.
 
     Args:
       setup: the model on its devices.
-      cache_dir: where plans of earlier starts are kept.
+      memory: what is left beside the weights; None where the devices do not tell.
+      cache_dir: where plans of earlier starts are kept. None = the devices are not there: the
+        temporaries are estimated, and nothing is remembered.
 
     Raises:
       EngineConfigError: the settings do not fit the memory.
     """
-    limits = choose_limits(setup.config, setup.model, is_gpu=setup.is_gpu)
+    limits = choose_limits(
+        setup.config,
+        setup.model,
+        is_gpu=setup.is_gpu,
+        device_bytes=memory.limit_bytes if memory else None,
+    )
     buckets = choose_buckets(setup.config, limits, is_gpu=setup.is_gpu)
     max_row_tokens = scheduler_config(setup, limits, buckets).max_row_tokens
     demands = make_demands(setup.geometries, setup.sharder, limits, max_row_tokens)
-    remembered = _count_pages(setup, limits, buckets, demands, cache_dir)
-    pools = tuple(
-        PagePool(count, setup.config.block_size, sliding_window=geometry.sliding_window)
-        for count, geometry in zip(remembered.num_pages, setup.geometries, strict=True)
-    )
+    remembered = _count_pages(setup, limits, buckets, demands, memory, cache_dir)
+    pools = _make_pools(setup, remembered.num_pages)
     return EnginePlan(
         limits=_fit_max_model_len(setup, limits, pools, max_row_tokens),
         buckets=buckets,
         num_pages=remembered.num_pages,
         pools=pools,
-        bill=_make_bill(setup, demands, remembered),
+        bill=_make_bill(setup, demands, remembered, memory),
     )
+
+
+def find_longest(setup: ModelSetup, plan: EnginePlan, memory: DeviceMemory | None) -> int:
+    """The `max_model_len` that "auto" would choose, whatever the plan was asked for.
+
+    Args:
+      setup: what the plan was made for.
+      plan: its temporaries count; they hardly depend on the length.
+      memory: what the plan was made for.
+    """
+    if setup.config.fixed_model_len is None:
+        return plan.limits.max_model_len
+    longest = setup.model.max_position_embeddings
+    limits = dataclasses.replace(plan.limits, max_model_len=longest)
+    max_row_tokens = scheduler_config(setup, limits, plan.buckets).max_row_tokens
+    demands = make_demands(setup.geometries, setup.sharder, limits, max_row_tokens)
+    num_pages = _given_pages(setup, demands, memory)
+    if num_pages is None:
+        assert memory is not None
+        num_pages = pages_that_fit(
+            memory.free_bytes - plan.bill.temporary_bytes - plan.bill.reserved_bytes, demands
+        )
+    pools = _make_pools(setup, num_pages)
+    return max_sequence_tokens(pools, max_model_len=longest, max_row_tokens=max_row_tokens)
 
 
 def scheduler_config(setup: ModelSetup, limits: Limits, buckets: BucketTable) -> SchedulerConfig:
@@ -98,6 +133,8 @@ def scheduler_config(setup: ModelSetup, limits: Limits, buckets: BucketTable) ->
         row_buckets=buckets.row_buckets,
         max_steps_in_flight=setup.config.max_steps_in_flight,
         long_prefill_token_threshold=setup.config.long_prefill_token_threshold,
+        enable_prefix_caching=setup.config.enable_prefix_caching,
+        num_host_pages=_count_host_pages(setup),
     )
 
 
@@ -112,6 +149,7 @@ def make_programs(
         num_pages=num_pages,
         max_pages_per_seq=_max_pages_per_seq(setup, limits),
         vocab_size=setup.model.vocab_size,
+        num_host_pages=_count_host_pages(setup),
     )
     shapes = ProgramShapes(
         leaves=setup.layout.abstract(setup.sharder),
@@ -138,33 +176,70 @@ def _max_pages_per_seq(setup: ModelSetup, limits: Limits) -> int:
     return -(-limits.max_model_len // setup.config.block_size)
 
 
+def _count_host_pages(setup: ModelSetup) -> int:
+    return count_host_pages(setup.geometries, setup.config.kv_offloading_bytes)
+
+
+def _make_pools(setup: ModelSetup, num_pages: tuple[int, ...]) -> tuple[PagePool, ...]:
+    return tuple(
+        PagePool(
+            count,
+            setup.config.block_size,
+            sliding_window=geometry.sliding_window,
+            num_host_pages=_count_host_pages(setup),
+        )
+        for count, geometry in zip(num_pages, setup.geometries, strict=True)
+    )
+
+
 def _count_pages(
     setup: ModelSetup,
     limits: Limits,
     buckets: BucketTable,
     demands: tuple[PageDemand, ...],
-    cache_dir: Path,
+    memory: DeviceMemory | None,
+    cache_dir: Path | None,
 ) -> RememberedPlan:
-    """Page counts by override, by bytes a device, or by what the devices have left."""
-    config, mesh = setup.config, setup.sharder.mesh
-    if config.num_gpu_blocks_override is not None:
-        count = config.num_gpu_blocks_override + 1
-        return RememberedPlan((count,) * len(setup.geometries), 0)
-    if config.kv_cache_memory_bytes is not None:
-        return RememberedPlan(pages_that_fit(config.kv_cache_memory_bytes, demands), 0)
-    free = free_mesh_bytes(mesh.local_devices)
-    if free is None:
-        return RememberedPlan(pages_that_fit(DEFAULT_CPU_CACHE_BYTES // mesh.size, demands), 0)
-    key = (setup.model, limits, buckets, setup.geometries, demands, setup.stack)
-    device = (jax.devices()[0].device_kind, mesh.size)
-    memory = PlanMemory(cache_dir, *key, setup.dtype, setup.backend, device, jax.__version__)
+    """Page counts by what the config gives, or by what the devices have left."""
+    given = _given_pages(setup, demands, memory)
+    if given is not None:
+        return RememberedPlan(given, 0)
+    assert memory is not None
+    moved_bytes = _moved_bytes(setup, demands)
+    if cache_dir is None:
+        temporary_bytes = estimate_temporaries(setup, buckets) + moved_bytes
+        return fill_memory(demands, memory.free_bytes, temporary_bytes)
+    key = (setup.model, limits, buckets, setup.geometries, demands, setup.stack, moved_bytes)
+    device = (jax.devices()[0].device_kind, setup.sharder.mesh.size)
+    kept = PlanMemory(cache_dir, *key, setup.dtype, setup.backend, device, jax.__version__)
     small = (PAGE_COUNT_STEP,) * len(setup.geometries)
     return plan_pages(
-        memory,
+        kept,
         demands,
-        free[0],
-        lambda: make_programs(setup, limits, buckets, small)[1].measure_temporaries(),
+        memory.free_bytes,
+        lambda: make_programs(setup, limits, buckets, small)[1].measure_temporaries() + moved_bytes,
     )
+
+
+def _moved_bytes(setup: ModelSetup, demands: tuple[PageDemand, ...]) -> int:
+    """Bytes on one device of pages on their way to the host and back."""
+    if not setup.config.kv_offloading_bytes:
+        return 0
+    return MAX_DEVICE_PAGES * max(demand.bytes_per_page for demand in demands)
+
+
+def _given_pages(
+    setup: ModelSetup, demands: tuple[PageDemand, ...], memory: DeviceMemory | None
+) -> tuple[int, ...] | None:
+    """Page counts by override, or by bytes a device; None where the memory decides."""
+    config = setup.config
+    if config.num_gpu_blocks_override is not None:
+        return (config.num_gpu_blocks_override + 1,) * len(setup.geometries)
+    if config.kv_cache_memory_bytes is not None:
+        return pages_that_fit(config.kv_cache_memory_bytes, demands)
+    if memory is None:
+        return pages_that_fit(DEFAULT_CPU_CACHE_BYTES // setup.sharder.mesh.size, demands)
+    return None
 
 
 def _fit_max_model_len(
@@ -175,26 +250,44 @@ def _fit_max_model_len(
     longest = max_sequence_tokens(pools, max_model_len=wanted, max_row_tokens=max_row_tokens)
     if longest == wanted:
         return limits
-    if asked is not None:
+    if setup.config.fixed_model_len is not None:
         raise EngineConfigError(
-            f"max_model_len must fit the pages' {longest} tokens; got {asked}; lower it, or "
-            f"give the pages more memory"
+            f"max_model_len must fit the pages' {longest} tokens; got {asked}; lower it or set "
+            f"it to auto, or give the pages more memory"
         )
-    logger.warning("max_model_len is lowered to %d, the tokens that the pages hold", longest)
+    level = logging.WARNING if asked is None else logging.INFO
+    logger.log(level, "max_model_len is lowered to %d, the tokens that the pages hold", longest)
     return dataclasses.replace(limits, max_model_len=longest)
 
 
 def _make_bill(
-    setup: ModelSetup, demands: tuple[PageDemand, ...], plan: RememberedPlan
+    setup: ModelSetup,
+    demands: tuple[PageDemand, ...],
+    plan: RememberedPlan,
+    memory: DeviceMemory | None,
 ) -> MemoryBill:
-    free = free_mesh_bytes(setup.sharder.mesh.local_devices)
     windows = tuple(geometry.sliding_window for geometry in setup.geometries)
+    page_bytes = count_page_bytes(demands, plan.num_pages)
+    is_given = _given_pages(setup, demands, memory) is not None
+    reserved_bytes = 0 if is_given else RESERVED_BYTES
+    used = page_bytes + plan.temporary_bytes + reserved_bytes
+    num_host_pages = _count_host_pages(setup)
+    bytes_per_host_page = sum(geometry.bytes_per_page for geometry in setup.geometries)
     return MemoryBill(
-        device_bytes=free[1] if free else 0,
-        weight_bytes=sum(map(device_bytes, setup.layout.abstract(setup.sharder))),
-        page_bytes=count_page_bytes(demands, plan.num_pages),
+        device_bytes=memory.limit_bytes if memory else 0,
+        weight_bytes=count_weight_bytes(setup),
+        page_bytes=page_bytes,
         temporary_bytes=plan.temporary_bytes,
+        reserved_bytes=reserved_bytes,
+        left_bytes=memory.free_bytes - used if memory else None,
         num_pages=plan.num_pages,
         windows=windows,
         num_tokens=count_tokens(plan.num_pages, windows, setup.config.block_size),
+        host_page_bytes=num_host_pages * bytes_per_host_page,
+        num_host_pages=num_host_pages,
     )
+
+
+def count_weight_bytes(setup: ModelSetup) -> int:
+    """Bytes of the weights on one device."""
+    return sum(map(device_bytes, setup.layout.abstract(setup.sharder)))

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-import jax
-
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
 from jaxserve.execution.buckets import BucketTable, make_bucket_table
-from jaxserve.execution.memory_plan import free_device_bytes
 from models.config import ModelConfig
 
 SMALLEST_GPU_ROW_BUCKET = 8
@@ -25,20 +22,28 @@ class Limits:
     max_num_batched_tokens: int
 
 
-def choose_limits(config: EngineConfig, model: ModelConfig, *, is_gpu: bool) -> Limits:
+def choose_limits(
+    config: EngineConfig, model: ModelConfig, *, is_gpu: bool, device_bytes: int | None
+) -> Limits:
     """What the config asks for, else defaults of the model and the device.
+
+    Args:
+      config: the settings.
+      model: the model's numbers.
+      is_gpu: whether the device is one.
+      device_bytes: that the process may use on a device; None where it does not tell.
 
     Raises:
       EngineConfigError: max_model_len is longer than the model, or a step of
         max_num_batched_tokens does not take a token of each of max_num_seqs.
     """
     longest = model.max_position_embeddings
-    max_model_len = config.max_model_len or longest
+    max_model_len = config.fixed_model_len or longest
     if max_model_len > longest:
         raise EngineConfigError(
             f"max_model_len must be at most the model's {longest}; got {max_model_len}"
         )
-    default_seqs, default_tokens = _device_defaults(is_gpu)
+    default_seqs, default_tokens = _device_defaults(is_gpu, device_bytes or 0)
     budget = config.max_num_batched_tokens
     max_num_seqs = config.max_num_seqs or min(default_seqs, budget or default_seqs)
     budget = budget or max(default_tokens, max_num_seqs)
@@ -65,9 +70,8 @@ def choose_buckets(config: EngineConfig, limits: Limits, *, is_gpu: bool) -> Buc
     )
 
 
-def _device_defaults(is_gpu: bool) -> tuple[int, int]:
+def _device_defaults(is_gpu: bool, device_bytes: int) -> tuple[int, int]:
     """(max_num_seqs, max_num_batched_tokens), as vLLM chooses them by the GPU's memory."""
     if not is_gpu:
         return 8, 256
-    free = free_device_bytes(jax.devices()[0])
-    return (1024, 8192) if free and free[1] >= LARGE_GPU_BYTES else (256, 2048)
+    return (1024, 8192) if device_bytes >= LARGE_GPU_BYTES else (256, 2048)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +25,29 @@ class MemoryBill:
       device_bytes: that the process may use; 0 where the device does not tell (CPU).
       weight_bytes: of the model on one device.
       page_bytes: of keys and values on one device.
-      temporary_bytes: of the largest step.
+      temporary_bytes: of the largest step; 0 where the number of pages does not follow from it.
+      reserved_bytes: for what nothing else names; 0 in the same case.
+      left_bytes: that nobody uses, negative where the pages asked for are too many; None where
+        the device does not tell.
       num_pages: of each cache group.
       windows: for each group the tokens that its layers see, or None for all.
       num_tokens: that the pages hold when no sequence gives any back: of the full groups, or of
         the window groups where there are no others.
+      host_page_bytes: of the host's memory, which no device holds; 0 = there is no host tier.
+      num_host_pages: of each cache group, in the host's memory.
     """
 
     device_bytes: int
     weight_bytes: int
     page_bytes: int
     temporary_bytes: int
+    reserved_bytes: int
+    left_bytes: int | None
     num_pages: tuple[int, ...]
     windows: tuple[int | None, ...]
     num_tokens: int
+    host_page_bytes: int
+    num_host_pages: int
 
     def __str__(self) -> str:
         parts = [
@@ -47,7 +56,10 @@ class MemoryBill:
             f"temporaries {_gib(self.temporary_bytes)}",
         ]
         total = f"of {_gib(self.device_bytes)}" if self.device_bytes else "on this host"
-        return f"memory {total}: " + ", ".join(parts)
+        text = f"memory {total}: " + ", ".join(parts)
+        if not self.host_page_bytes:
+            return text
+        return f"{text}; host tier {_gib(self.host_page_bytes)} ({self.num_host_pages} pages)"
 
     def _list_pages(self) -> str:
         names = ["" if window is None else f" of window {window}" for window in self.windows]
@@ -68,21 +80,40 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """The memory of the device that has the least.
+
+    Attributes:
+      limit_bytes: that the process may use.
+      free_bytes: what is left of it; negative where weights that are yet to come do not fit.
+    """
+
+    limit_bytes: int
+    free_bytes: int
+
+    @classmethod
+    def of_devices(cls, devices: Iterable[Any]) -> Self | None:
+        """What the devices tell now; None where one does not tell."""
+        found = [free_device_bytes(device) for device in devices]
+        known = [pair for pair in found if pair is not None]
+        if not known or len(known) < len(found):
+            return None
+        return cls(
+            limit_bytes=min(limit for _, limit in known), free_bytes=min(free for free, _ in known)
+        )
+
+    def less(self, num_bytes: int) -> "DeviceMemory":
+        """The memory when so many more bytes are in use."""
+        return dataclasses.replace(self, free_bytes=self.free_bytes - num_bytes)
+
+
 def free_device_bytes(device: Any) -> tuple[int, int] | None:
     """(free, limit) bytes of a device's memory pool; None where it does not tell."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
-
-
-def free_mesh_bytes(devices: Iterable[Any]) -> tuple[int, int] | None:
-    """(free, limit) bytes of the devices that have the least; None where one does not tell."""
-    found = [free_device_bytes(device) for device in devices]
-    known = [pair for pair in found if pair is not None]
-    if not known or len(known) < len(found):
-        return None
-    return min(free for free, _ in known), min(limit for _, limit in known)
 
 
 @dataclass(frozen=True, slots=True)

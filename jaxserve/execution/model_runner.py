@@ -1,18 +1,24 @@
 """ModelRunner: the only object that holds arrays between steps."""
 
-from collections.abc import Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.execution.batch_builder import PackedBatch
 from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.programs import ProgramTable
 from jaxserve.execution.sampler import NUM_TOP_LOGPROBS
 from jaxserve.execution.step_functions import RESULT_COLUMNS
 from jaxserve.step import StepResult, TokenLogprobs
 from models.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,8 @@ class ModelRunner:
     """Weights, cache and state of one engine, and the dispatch of steps on them.
 
     Attributes:
-      num_uploaded_bytes: bytes sent to the device since the start.
+      num_uploaded_bytes: bytes of steps' buffers sent to the device since the start.
+      page_mover: copies pages to the host and back; None = there is no host tier.
     """
 
     def __init__(
@@ -38,14 +45,20 @@ class ModelRunner:
         programs: ProgramTable,
         *,
         head_index: int,
+        page_mover: PageMover | None = None,
     ):
         self._leaves, self._head = list(leaves), leaves[head_index]
         self._cache, self._state = cache, state
-        self._programs = programs
+        self._programs, self.page_mover = programs, page_mover
+        self._cache_changes: deque[Callable[[KVCache], KVCache]] = deque()
         self.num_uploaded_bytes = 0
 
     def dispatch(self, batch: PackedBatch) -> StepHandle:
         """Start a step and return at once; its tokens stay on the device for the next one."""
+        if self.page_mover is not None:
+            self._cache = self.page_mover.apply(batch.offloads, batch.fetches, self._cache)
+        while self._cache_changes:
+            self._cache = self._cache_changes.popleft()(self._cache)
         for admission in batch.admissions:
             self._state = self._programs.admit()(self._state, self._count_upload(admission))
         packed = self._count_upload(batch.packed)
@@ -76,6 +89,45 @@ class ModelRunner:
             is_finite=result[:, 2].astype(bool),
             logprobs=_read_logprobs(result, batch.num_logprobs),
         )
+
+    def is_intact(self) -> bool:
+        """Whether cache and state are there; waits for the steps in flight.
+
+        A program that fails leaves errors in place of the arrays that were donated to it.
+        """
+        try:
+            jax.block_until_ready((self._cache, self._state))
+        except Exception as error:
+            logger.warning("cache and state are lost: %s", error)
+            return False
+        return True
+
+    def reset(self) -> None:
+        """Allocate cache and state anew, zeros; what they held is freed first.
+
+        Raises:
+          JaxRuntimeError: the device has no memory for them, or does not answer.
+        """
+        arrays = (self._cache, self._state)
+        for leaf in jax.tree.leaves(arrays):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._cache, self._state = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), arrays
+        )
+        jax.block_until_ready(self._cache)
+        jax.device_get(self._state)
+
+    def change_cache_in_next_step(self, changes: Sequence[Callable[[KVCache], KVCache]]) -> None:
+        """Let the next dispatch give the cache to these functions, when pages have been moved.
+
+        They take the place of those that no dispatch came to.
+        """
+        self._cache_changes = deque(changes)
+
+    def device_page_tables(self, slot: int) -> tuple[list[int], ...]:
+        """For each cache group the row of a state slot, as the newest step leaves it; waits."""
+        return tuple(np.asarray(table)[slot].tolist() for table in self._state.page_tables)
 
     def _forward_and_sample(self, batch: PackedBatch, packed: np.ndarray) -> jax.Array | None:
         program = self._programs.forward(batch.bucket)

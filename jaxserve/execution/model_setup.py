@@ -6,6 +6,7 @@ from typing import Self, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
@@ -13,7 +14,7 @@ from models.config import ModelConfig
 from models.kernels import MAX_SKINNY_BYTES, model_kernels
 from models.kv_cache import CacheGeometry, abstract_cache, cache_geometries
 from models.registry import model_class
-from models.sharding import Sharder, make_mesh, share_kv_heads
+from models.sharding import MESH_AXES, Sharder, make_mesh, share_kv_heads
 from models.weight_layout import Stack, WeightLayout
 from pallas_kernels.platform import AttentionBackend, choose_attention_backend
 
@@ -49,23 +50,33 @@ class ModelSetup:
     is_gpu: bool
 
     @classmethod
-    def choose(cls, config: EngineConfig, model: ModelConfig) -> Self:
+    def choose(
+        cls, config: EngineConfig, model: ModelConfig, *, for_absent_gpu: bool = False
+    ) -> Self:
         """Choose devices, types and layouts; allocates nothing.
+
+        Args:
+          config: the settings.
+          model: the model's numbers.
+          for_absent_gpu: gives the sizes that GPUs would get which this machine lacks. Kernels
+            change no size, so plain XLA stands for them.
 
         Raises:
           EngineConfigError: the settings do not fit the model or the devices.
         """
-        is_gpu = jax.default_backend() == "gpu"
+        is_gpu = for_absent_gpu or jax.default_backend() == "gpu"
         dtype = _choose_dtype(config.dtype, model.dtype, is_gpu)
         try:
-            sharder = Sharder(make_mesh(config.tensor_parallel_size))
+            sharder = Sharder(_make_mesh(config.tensor_parallel_size, for_absent_gpu))
             shared_model = share_kv_heads(model, config.tensor_parallel_size)
-            backend = _choose_backend(config.attention_backend, dtype)
+            asked = "xla" if for_absent_gpu else config.attention_backend
+            backend = _choose_backend(asked, dtype)
         except ValueError as error:
             raise EngineConfigError(str(error)) from error
         stack = _choose_stack(config, shared_model, backend, dtype)
-        device = jax.devices()[0]
-        logger.info("device %s, %s, attention by %s", device.device_kind, dtype, backend)
+        if not for_absent_gpu:
+            kind = jax.devices()[0].device_kind
+            logger.info("device %s, %s, attention by %s", kind, dtype, backend)
         layout = WeightLayout.of_model(
             model_class(model.architecture),
             shared_model,
@@ -96,6 +107,13 @@ class ModelSetup:
             geometries=geometries,
             is_gpu=is_gpu,
         )
+
+
+def _make_mesh(num_devices: int, is_absent: bool) -> Mesh:
+    """The mesh; of several absent devices only its shape, from which no array can be made."""
+    if num_devices == 1 or not is_absent:
+        return make_mesh(num_devices)
+    return cast(Mesh, AbstractMesh((1, num_devices), MESH_AXES))
 
 
 def _choose_stack(

@@ -123,11 +123,17 @@ def plan_pages(
         page_bytes = count_page_bytes(demands, plan.num_pages)
         if page_bytes + plan.temporary_bytes + RESERVED_BYTES <= free_bytes:
             return plan
-    temporary_bytes = measure_temporaries()
-    available = free_bytes - temporary_bytes - RESERVED_BYTES
-    plan = RememberedPlan(pages_that_fit(available, demands), temporary_bytes)
+    plan = fill_memory(demands, free_bytes, measure_temporaries())
     memory.write(plan)
     return plan
+
+
+def fill_memory(
+    demands: Sequence[PageDemand], free_bytes: int, temporary_bytes: int
+) -> RememberedPlan:
+    """Pages for what temporaries and reserve leave; raises as `pages_that_fit`."""
+    available = free_bytes - temporary_bytes - RESERVED_BYTES
+    return RememberedPlan(pages_that_fit(available, demands), temporary_bytes)
 
 
 def count_page_bytes(demands: Sequence[PageDemand], num_pages: tuple[int, ...]) -> int:

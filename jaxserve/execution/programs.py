@@ -16,6 +16,12 @@ from jax.stages import Compiled
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.buckets import Bucket, BucketTable
 from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.page_functions import (
+    PAGE_CHUNK_SIZES,
+    PageChunk,
+    lower_read,
+    lower_write,
+)
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.step_functions import StepFunctions
@@ -56,7 +62,7 @@ COMPILER_OPTIONS: dict[ProgramClass, Options] = {
     ProgramClass.PLAN: _LIBRARY_PRODUCTS | {"xla_gpu_autotune_level": 0},
 }
 
-ProgramKey = tuple[str, Bucket | int | None, SampleMode | None]
+ProgramKey = tuple[str, Bucket | PageChunk | int | None, SampleMode | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,7 @@ class ProgramTable:
         builder: BatchBuilder,
         buckets: BucketTable,
     ):
+        """Compile nothing yet; a builder that takes moves to host slots asks for their programs."""
         self._functions, self._shapes, self._sharder = functions, shapes, sharder
         self._builder, self._buckets = builder, buckets
         self._programs: dict[ProgramKey, Compiled] = {}
@@ -101,6 +108,14 @@ class ProgramTable:
         """(state, packed) -> state."""
         return self._programs["admit", None, None]
 
+    def read_pages(self, chunk: PageChunk) -> Compiled:
+        """(k_pages, v_pages, page_ids) -> (keys, values)."""
+        return self._programs["read_pages", chunk, None]
+
+    def write_pages(self, chunk: PageChunk) -> Compiled:
+        """(k_pages, v_pages, page_ids, keys, values) -> (k_pages, v_pages)."""
+        return self._programs["write_pages", chunk, None]
+
     def keys(self) -> tuple[ProgramKey, ...]:
         """All programs that serving can need; the first ones are compiled first.
 
@@ -114,12 +129,15 @@ class ProgramTable:
         mixed = [bucket for bucket in buckets if not bucket.is_decode_only]
         first, *others = (mode for mode in SampleMode if mode.is_fused)
         num_rows = sorted({bucket.num_rows for bucket in mixed})
+        groups = range(len(self._shapes.cache.groups) if self._builder.num_host_pages else 0)
+        chunks = [PageChunk(group, size) for group in groups for size in PAGE_CHUNK_SIZES]
         return (
             *(("decode", bucket, first) for bucket in decode),
             *(("forward", bucket, None) for bucket in mixed),
             *(("decode", bucket, mode) for mode in others for bucket in decode),
             *(("sample", count, mode) for mode in SampleMode for count in num_rows),
             ("admit", None, None),
+            *((kind, chunk, None) for chunk in chunks for kind in ("read_pages", "write_pages")),
         )
 
     def compile_all(
@@ -204,6 +222,10 @@ class ProgramTable:
         kind, shape, mode = key
         if isinstance(shape, Bucket):
             return self._lower_forward(shape, mode)
+        if isinstance(shape, PageChunk):
+            lower = lower_read if kind == "read_pages" else lower_write
+            group = self._shapes.cache.groups[shape.group]
+            return lower(group, shape.num_pages, self._sharder)
         if shape is not None and mode is not None:
             return self._lower_sample(shape, mode)
         assert kind == "admit", key
@@ -249,7 +271,7 @@ class ProgramTable:
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _class_of(shape: Bucket | int | None, *, is_plan: bool = False) -> ProgramClass:
+def _class_of(shape: Bucket | PageChunk | int | None, *, is_plan: bool = False) -> ProgramClass:
     if jax.default_backend() != "gpu":
         return ProgramClass.ON_CPU
     if is_plan:

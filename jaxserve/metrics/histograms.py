@@ -52,6 +52,14 @@ HISTOGRAMS = {
     "vllm:request_decode_time_seconds": (REQUEST_SECONDS, "Seconds from first to last token."),
     "vllm:request_prompt_tokens": (REQUEST_TOKENS, "Prompt tokens by request."),
     "vllm:request_generation_tokens": (REQUEST_TOKENS, "Output tokens by request."),
+    "vllm:request_max_num_generation_tokens": (
+        REQUEST_TOKENS,
+        "Output tokens of a request's longest sequence.",
+    ),
+    "vllm:request_prefill_kv_computed_tokens": (
+        REQUEST_TOKENS,
+        "Prompt tokens by request that were computed, not found in the prefix cache.",
+    ),
     "vllm:request_params_n": (SMALL_COUNTS, "Parameter n by request."),
     "vllm:request_params_max_tokens": (REQUEST_TOKENS, "Parameter max_tokens by request."),
     "vllm:request_num_preemptions": (SMALL_COUNTS, "Preemptions by request."),

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.async_llm_engine import EngineState
 from jaxserve.config import EngineConfig
-from jaxserve.distributed.engine_facts import engine_info, engine_stats
+from jaxserve.distributed.engine_facts import StatsTaker, engine_info
 from jaxserve.distributed.messages import EngineInfo, EngineStats
 from jaxserve.metrics.engine_metrics import EngineMetrics
 from jaxserve.processing.output_processor import OutputProcessor, ProcessedStep
@@ -24,9 +24,8 @@ class WatchedProcessor:
     """
 
     def __init__(self, processor: OutputProcessor, config: EngineConfig, built: "BuiltEngine"):
-        self._processor, self._engine = processor, built.engine
+        self._processor, self._taker = processor, StatsTaker(built.engine)
         self._requests: dict[str, Request] = {}
-        self._num_generation_tokens = 0
         self.config, self.state = config, EngineState.READY
         self.info: EngineInfo | None = engine_info(built, config.block_size)
         self.stats = EngineStats()
@@ -58,7 +57,7 @@ class WatchedProcessor:
             if output.finished:
                 del self._requests[output.request_id]
             self._metrics.gave(request, output)
-        self._num_generation_tokens += sum([len(update.new_token_ids) for update in updates])
+        self._taker.take_in(updates)
         self._count_step()
         return step
 
@@ -68,5 +67,5 @@ class WatchedProcessor:
         return read_metrics(self._metrics.collect())
 
     def _count_step(self) -> None:
-        self.stats = engine_stats(self._engine, num_generation_tokens=self._num_generation_tokens)
+        self.stats = self._taker.stats()
         self._metrics.stepped(self.stats)

@@ -147,8 +147,7 @@ class _RequestState:
             logger.exception("no text for request %s", self.request.request_id)
             sequence.fail(f"the output could not be decoded: {type(error).__name__}")
             stop, is_failed = None, True
-        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
-        self._note_start(update.scheduled_seconds)
+        self._note_start(update)
         if update.num_preemptions:
             self.stats.num_preemptions = sum(s.num_preemptions for s in self.sequences)
         if len(sequence.token_ids) > num_tokens:
@@ -162,11 +161,15 @@ class _RequestState:
             stop=stop,
         )
 
-    def _note_start(self, scheduled_seconds: float | None) -> None:
-        """Keep the time at which the first of the request's sequences was scheduled."""
-        known = self.stats.scheduled_ts
-        if scheduled_seconds is not None and (known is None or scheduled_seconds < known):
-            self.stats.scheduled_ts = scheduled_seconds
+    def _note_start(self, update: SequenceUpdate) -> None:
+        """Keep when the first of the request's sequences was scheduled, and what it found cached.
+
+        Its siblings find the prompt that it computed, which was not there before the request.
+        """
+        known, seconds = self.stats.scheduled_ts, update.scheduled_seconds
+        if seconds is not None and (known is None or seconds < known):
+            self.stats.scheduled_ts = seconds
+            self.num_cached_tokens = update.num_cached_tokens
 
     def note_tokens(self, now: float) -> None:
         """Keep the times of the first and the newest tokens."""

@@ -9,17 +9,17 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.processing.request_options import NO_OPTIONS, OPTION_KEYS, RequestOptions
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may hold OPTION_KEYS."""
 type Message = Mapping[str, Any]
 type Params = SamplingParams | Sequence[SamplingParams]
 
-_PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", *OPTION_KEYS)
 _KEYS_NOT_YET = {
-    "cache_salt",
     "decoder_prompt",
     "encoder_prompt",
     "mm_processor_kwargs",
@@ -36,10 +36,12 @@ class ParsedPrompt:
     Attributes:
       token_ids: at least one, each inside the vocabulary.
       text: what the ids were made of, if it was given.
+      options: what the prompt itself asks.
     """
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    options: RequestOptions = NO_OPTIONS
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -102,8 +104,8 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
     """Tokenize and check one prompt.
 
     Raises:
-      InvalidRequestError: it is empty, of a wrong type, holds an id outside the vocabulary, or
-        is text without a tokenizer.
+      InvalidRequestError: it is empty, of a wrong type, holds an id outside the vocabulary, is
+        text without a tokenizer, or an option of it breaks its rule.
     """
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt, tokenizer, vocab_size)
@@ -150,28 +152,35 @@ def _parse_mapping(
     for key, value in prompt.items():
         if key in _KEYS_NOT_YET and value is not None:
             raise InvalidRequestError.for_field(key, "is not supported in this release", value)
-        if key not in _PROMPT_KEYS | _KEYS_NOT_YET:
-            rule = "must have no keys but prompt and prompt_token_ids"
+        if key not in _PROMPT_KEYS and key not in _KEYS_NOT_YET:
+            rule = f"must have no keys but {', '.join(_PROMPT_KEYS)}"
             raise InvalidRequestError.for_field("prompt", rule, key)
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError.for_field("prompt", "must be text", text)
+    options = RequestOptions.from_fields(**{key: prompt.get(key) for key in OPTION_KEYS})
     if prompt.get("prompt_token_ids") is not None:
-        return ParsedPrompt(check_prompt_ids(prompt["prompt_token_ids"], vocab_size), text)
+        token_ids = check_prompt_ids(prompt["prompt_token_ids"], vocab_size)
+        return ParsedPrompt(token_ids, text, options)
     if text is None:
         rule = "must hold prompt or prompt_token_ids"
         raise InvalidRequestError.for_field("prompt", rule, dict(prompt))
-    return _parse_text(text, tokenizer, vocab_size)
+    return _parse_text(text, tokenizer, vocab_size, options)
 
 
-def _parse_text(text: str, tokenizer: Tokenizer | None, vocab_size: int) -> ParsedPrompt:
+def _parse_text(
+    text: str,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    options: RequestOptions = NO_OPTIONS,
+) -> ParsedPrompt:
     if tokenizer is None:
         rule = "must be token ids when the engine has no tokenizer"
         raise InvalidRequestError.for_field("prompt", rule, text)
     token_ids = tokenizer.encode(text)
     if not token_ids:
         raise InvalidRequestError.for_field("prompt", "must give at least one token", text)
-    return ParsedPrompt(check_prompt_ids(token_ids, vocab_size), text)
+    return ParsedPrompt(check_prompt_ids(token_ids, vocab_size), text, options)
 
 
 def _is_list(value: Any) -> bool:

@@ -16,6 +16,12 @@ from jaxserve.processing.prompts import (
     parse_prompt,
 )
 from jaxserve.processing.request_loop import Submission
+from jaxserve.processing.request_options import (
+    NO_OPTIONS,
+    Priority,
+    RequestOptions,
+    list_priorities,
+)
 from jaxserve.processing.sampling_limits import (
     SamplingLimits,
     refuse_unsupported,
@@ -59,21 +65,34 @@ class RequestMaker:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params,
         output_kind: RequestOutputKind,
+        *,
+        request_options: RequestOptions = NO_OPTIONS,
+        priority: Priority = None,
     ) -> list[Submission]:
         """The requests of one prompt or many.
+
+        Args:
+          prompts: one, or a list of them.
+          sampling_params: for all, or one a prompt.
+          output_kind: what outputs hold.
+          request_options: of all prompts, where a prompt itself says nothing.
+          priority: of all, or one a prompt.
 
         Raises:
           InvalidRequestError: a prompt or parameter breaks a rule.
         """
         vocab_size = self._limits.vocab_size
         parsed = [parse_prompt(p, self._tokenizer, vocab_size) for p in list_prompts(prompts)]
-        return self._submissions(parsed, sampling_params, output_kind)
+        return self._submissions(parsed, sampling_params, output_kind, request_options, priority)
 
     def of_chats(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params,
         output_kind: RequestOutputKind,
+        *,
+        request_options: RequestOptions = NO_OPTIONS,
+        priority: Priority = None,
         **options: Any,
     ) -> list[Submission]:
         """The requests of one conversation or many.
@@ -82,6 +101,8 @@ class RequestMaker:
           messages: one conversation, or a list of them.
           sampling_params: for all, or one a conversation.
           output_kind: what outputs hold.
+          request_options: of all conversations.
+          priority: of all, or one a conversation.
           options: of encode_chat.
 
         Raises:
@@ -93,7 +114,7 @@ class RequestMaker:
             raise InvalidRequestError.for_field("chat_template", rule, template)
         options["chat_template"] = template or self._chat_template
         parsed = [self._render(chat, options) for chat in list_conversations(messages)]
-        return self._submissions(parsed, sampling_params, output_kind)
+        return self._submissions(parsed, sampling_params, output_kind, request_options, priority)
 
     def _render(self, messages: Sequence[Message], options: dict[str, Any]) -> ParsedPrompt:
         """The prompt of one conversation; BOS is there only if the template writes it."""
@@ -107,15 +128,28 @@ class RequestMaker:
         )
 
     def _submissions(
-        self, prompts: Sequence[ParsedPrompt], params: Params, output_kind: RequestOutputKind
+        self,
+        prompts: Sequence[ParsedPrompt],
+        params: Params,
+        output_kind: RequestOutputKind,
+        options: RequestOptions,
+        priority: Priority,
     ) -> list[Submission]:
         if params is None:
             params = self._checked_default_params()
         checked = _CheckedParams(self._limits, output_kind)
-        return [
-            (self._make_request(prompt, checked.copy_of(p, len(prompt.token_ids))), prompt.text)
-            for prompt, p in zip(prompts, list_params(params, len(prompts)), strict=True)
-        ]
+        of_each = zip(
+            prompts,
+            list_params(params, len(prompts)),
+            list_priorities(priority, len(prompts)),
+            strict=True,
+        )
+        made: list[Submission] = []
+        for prompt, its_params, its_priority in of_each:
+            copy = checked.copy_of(its_params, len(prompt.token_ids))
+            request = self._make_request(prompt, copy, prompt.options.over(options), its_priority)
+            made.append((request, prompt.text))
+        return made
 
     def _checked_default_params(self) -> SamplingParams:
         try:
@@ -129,13 +163,24 @@ class RequestMaker:
             ) from error
         return self._default_params
 
-    def _make_request(self, prompt: ParsedPrompt, params: SamplingParams) -> Request:
+    def _make_request(
+        self,
+        prompt: ParsedPrompt,
+        params: SamplingParams,
+        options: RequestOptions,
+        priority: int,
+    ) -> Request:
         return Request(
             request_id=str(self._next_id()),
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
             eos_token_ids=self._eos_token_ids,
             arrival_seconds=time.monotonic(),
+            priority=priority,
+            cache_salt=options.cache_salt,
+            timeout_seconds=options.timeout_seconds,
+            ttft_goal_seconds=options.ttft_goal_seconds,
+            tpot_goal_seconds=options.tpot_goal_seconds,
         )
 
 

@@ -26,6 +26,7 @@ class SchedulerConfig:
       max_queue_seconds: a sequence that has not been scheduled so long after its arrival ends; None
         sets no limit.
       enable_prefix_caching: sequences take pages that others have computed for the same tokens.
+      num_host_pages: slots of each cache group in the host's memory; 0 = there is no host tier.
 
     Raises:
       EngineConfigError: a value breaks its rule.
@@ -42,6 +43,7 @@ class SchedulerConfig:
     watermark: float = 0.0
     max_queue_seconds: float | None = None
     enable_prefix_caching: bool = False
+    num_host_pages: int = 0
 
     @property
     def max_row_tokens(self) -> int:
@@ -66,6 +68,7 @@ class SchedulerConfig:
         self._check_at_least("max_steps_in_flight", 1)
         self._check_at_least("long_prefill_token_threshold", 0)
         self._check_at_least("max_decode_row_tokens", 1)
+        self._check_at_least("num_host_pages", 0)
         self._check_at_least(
             "max_num_batched_tokens", self.max_num_seqs * self.max_decode_row_tokens
         )

@@ -1,5 +1,6 @@
 """The laws that the scheduler's books keep between any two calls."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -20,6 +21,7 @@ def check_books(roster: Roster, rows_in_flight: Iterable[ScheduledRow]) -> None:
     """
     owners = [*roster.running, *roster.leaving]
     _check_states(roster)
+    _check_order(roster)
     _check_slots(roster, owners)
     rows = list(rows_in_flight)
     _check_pages(roster, owners)
@@ -57,6 +59,13 @@ def _check_states(roster: Roster) -> None:
     _require(is_listed, law, (len(unfinished), len(running), len(waiting)))
     ended = [s for s in unfinished if s.finish_reason is not None]
     _require(not ended, "unfinished sequences must have no finish_reason", len(ended))
+
+
+def _check_order(roster: Roster) -> None:
+    for name, sequences in (("running", roster.running), ("waiting", roster.waiting)):
+        keys = [s.order_key for s in sequences]
+        is_sorted = all(first < second for first, second in itertools.pairwise(keys))
+        _require(is_sorted, f"{name} sequences must stand in the order of their keys", keys)
 
 
 def _check_slots(roster: Roster, owners: list[Sequence]) -> None:

@@ -1,5 +1,7 @@
 """PageCache: which pages of a group hold which tokens, and which of them may be given up."""
 
+from jaxserve.scheduling.page_digests import PageName
+
 
 class PageCache:
     """Full pages by their content; those that no sequence holds wait, idle, to be used again.
@@ -11,7 +13,7 @@ class PageCache:
     def __init__(self) -> None:
         """Start empty."""
         self._pages: dict[bytes, int] = {}
-        self._contents: dict[int, tuple[bytes, bytes]] = {}
+        self._names: dict[int, PageName] = {}
         self._idle: dict[int, None] = {}  # in the order of eviction
 
     @property
@@ -26,28 +28,27 @@ class PageCache:
 
     def __contains__(self, page: int) -> bool:
         """Whether the page is cached."""
-        return page in self._contents
+        return page in self._names
 
     def is_idle(self, page: int) -> bool:
         """Whether no sequence holds this cached page."""
         return page in self._idle
 
-    def find(self, digest: bytes, content: bytes) -> int | None:
+    def find(self, name: PageName) -> int | None:
         """The page of that digest, if its tokens are indeed these."""
-        page = self._pages.get(digest)
-        return page if page is not None and self._contents[page][1] == content else None
+        page = self._pages.get(name[0])
+        return page if page is not None and self._names[page][1] == name[1] else None
 
-    def add(self, page: int, digest: bytes, content: bytes) -> None:
+    def add(self, page: int, name: PageName) -> None:
         """Remember what a held page holds; a page with an equal digest, or known, stays as it is.
 
         Args:
           page: all of its tokens are computed.
-          digest: of the page.
-          content: its tokens.
+          name: of the page.
         """
-        if digest not in self._pages and page not in self._contents:
-            self._pages[digest] = page
-            self._contents[page] = (digest, content)
+        if name[0] not in self._pages and page not in self._names:
+            self._pages[name[0]] = page
+            self._names[page] = name
 
     def retire(self, page: int) -> None:
         """The last sequence that held this cached page has given it back."""
@@ -57,24 +58,21 @@ class PageCache:
         """A sequence takes this idle page."""
         del self._idle[page]
 
-    def evict(self) -> int:
-        """Forget the idle page that was given back first, and return it."""
+    def evict(self) -> tuple[int, PageName]:
+        """Forget the idle page that was given back first; returns it and its name."""
         page = next(iter(self._idle))
         del self._idle[page]
-        self._forget(page)
-        return page
+        name = self._names.pop(page)
+        del self._pages[name[0]]
+        return page, name
 
     def clear(self) -> list[int]:
         """Forget everything; returns the pages that were idle."""
         idle = list(self._idle)
         self._idle.clear()
         self._pages.clear()
-        self._contents.clear()
+        self._names.clear()
         return idle
-
-    def _forget(self, page: int) -> None:
-        digest, _ = self._contents.pop(page)
-        del self._pages[digest]
 
     def check_invariants(self) -> None:
         """Check that the books agree.
@@ -83,12 +81,12 @@ class PageCache:
           RuntimeError: they do not.
         """
         by_page = {page: digest for digest, page in self._pages.items()}
-        contents = {page: digest for page, (digest, _) in self._contents.items()}
-        if by_page != contents or len(by_page) != len(self._pages):
+        named = {page: digest for page, (digest, _) in self._names.items()}
+        if by_page != named or len(by_page) != len(self._pages):
             raise RuntimeError(
                 f"cached digests and pages must be one to one; got {len(self._pages)} digests and "
-                f"{len(contents)} pages"
+                f"{len(named)} pages"
             )
-        strange = [page for page in self._idle if page not in contents]
+        strange = [page for page in self._idle if page not in named]
         if strange:
             raise RuntimeError(f"idle pages must be cached; got {strange}")

@@ -1,37 +1,28 @@
 """Digests that name a full page by its tokens and all that stands before them."""
 
-import hashlib
 from array import array
-from collections.abc import Sequence
+from hashlib import sha256
 
 
 def root_digest(cache_salt: str | None) -> bytes:
     """What the first page's digest is chained to; sequences of different salts share nothing."""
-    return hashlib.sha256(b"" if cache_salt is None else b"salt" + cache_salt.encode()).digest()
+    return sha256(b"" if cache_salt is None else b"salt" + cache_salt.encode()).digest()
 
 
-def page_content(token_ids: Sequence[int], page: int, page_size: int) -> bytes:
-    """The tokens of a full page, as bytes."""
-    return array("i", token_ids[page * page_size : (page + 1) * page_size]).tobytes()
-
-
-def chain_digest(before: bytes, content: bytes) -> bytes:
-    """The digest of a page.
-
-    Args:
-      before: the digest of the page before it, or the root.
-      content: its tokens.
-
-    Source: vLLM's automatic prefix caching, which chains hashes of blocks in the same way.
-    """
-    return hashlib.sha256(before + content).digest()
+PageName = tuple[bytes, bytes]
+"""The digest of a page, and its tokens as bytes, which must be equal, too."""
 
 
 class PageDigests:
-    """The digests of one sequence's pages of one size, computed when they are asked for."""
+    """The names of one sequence's pages of one size, made when they are asked for.
+
+    A digest is that of the page before, or the root, and of the page's tokens.
+
+    Source: vLLM's automatic prefix caching, which chains hashes of blocks in the same way.
+    """
 
     def __init__(self, root: bytes, token_ids: list[int], page_size: int):
-        """Start without digests.
+        """Start without names.
 
         Args:
           root: of `root_digest`.
@@ -39,12 +30,18 @@ class PageDigests:
           page_size: tokens in a page.
         """
         self._root, self._token_ids, self._page_size = root, token_ids, page_size
-        self._digests: list[bytes] = []
+        self._names: list[PageName] = []
 
-    def of(self, page: int) -> tuple[bytes, bytes]:
-        """Digest and content of a page, all of whose tokens are known."""
-        while len(self._digests) <= page:
-            before = self._digests[-1] if self._digests else self._root
-            content = page_content(self._token_ids, len(self._digests), self._page_size)
-            self._digests.append(chain_digest(before, content))
-        return self._digests[page], page_content(self._token_ids, page, self._page_size)
+    def up_to(self, num_pages: int) -> list[PageName]:
+        """Names of the first pages, or of more; all their tokens are known."""
+        names, size = self._names, self._page_size
+        if len(names) < num_pages:
+            first = len(names) * size
+            tokens = array("i", self._token_ids[first : num_pages * size])
+            content, num_bytes = tokens.tobytes(), size * tokens.itemsize
+            digest = names[-1][0] if names else self._root
+            for start in range(0, len(content), num_bytes):
+                page = content[start : start + num_bytes]
+                digest = sha256(digest + page).digest()
+                names.append((digest, page))
+        return names

@@ -3,8 +3,13 @@
 from collections.abc import Iterable
 
 from jaxserve.errors import EngineConfigError
+from jaxserve.scheduling.host_cache import HostCache
 from jaxserve.scheduling.page_cache import PageCache
+from jaxserve.scheduling.page_digests import PageName
 from jaxserve.scheduling.windows import count_dead_pages, count_pages_of_window
+
+ON_HOST = -1
+"""In place of a page that must first be fetched from the host's memory."""
 
 
 class PagePool:
@@ -18,13 +23,21 @@ class PagePool:
     Source: Kwon et al. 2023 (paged attention); vLLM calls a page a block.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, sliding_window: int | None = None):
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        sliding_window: int | None = None,
+        num_host_pages: int = 0,
+    ):
         """Make a pool whose pages are all free.
 
         Args:
           num_pages: pages in the cache, the null page included; at least 2.
           page_size: tokens that a page holds; at least 1.
           sliding_window: tokens that a query of the group sees; at least 1, or None for all.
+          num_host_pages: cached pages that the host's memory takes when they are evicted.
 
         Raises:
           EngineConfigError: a number is too small.
@@ -38,7 +51,8 @@ class PagePool:
         self.sliding_window = sliding_window
         self.num_pages = num_pages
         self.page_size = page_size
-        self.cache = PageCache()
+        self.cache, self.host = PageCache(), HostCache(num_host_pages)
+        self._evicted: list[tuple[int, int]] = []
         self._free = list(range(num_pages - 1, 0, -1))
         self._num_references = [0] * num_pages
 
@@ -51,6 +65,11 @@ class PagePool:
     def num_free(self) -> int:
         """Pages that no one holds, cached ones included."""
         return len(self._free) + self.cache.num_idle
+
+    @property
+    def blank_pages(self) -> tuple[int, ...]:
+        """Free pages that are not cached: no one may read them."""
+        return tuple(self._free)
 
     @property
     def num_cached(self) -> int:
@@ -100,7 +119,7 @@ class PagePool:
         pages = self._free[split:]
         del self._free[split:]
         pages.reverse()
-        pages += (self.cache.evict() for _ in range(num_pages - len(pages)))
+        pages += (self._evict() for _ in range(num_pages - len(pages)))
         for page in pages:
             self._num_references[page] = 1
         return pages
@@ -115,6 +134,18 @@ class PagePool:
             self._check_held(page)
             self._num_references[page] += 1
 
+    def find_cached(self, names: Iterable[PageName]) -> list[int]:
+        """The pages of these names up to the first that is nowhere; `ON_HOST` for host slots."""
+        pages, find = [], self.cache.find
+        for name in names:
+            page = find(name)
+            if page is None:
+                if self.host.find(name) is None:
+                    break
+                page = ON_HOST
+            pages.append(page)
+        return pages
+
     def take_cached(self, pages: Iterable[int]) -> None:
         """Add one reference to each of these cached pages, held or not.
 
@@ -128,9 +159,26 @@ class PagePool:
                 self._check_held(page)
             self._num_references[page] += 1
 
+    def take_evicted(self) -> list[tuple[int, int]]:
+        """The `(page, host slot)` of all pages that were evicted since the last call.
+
+        Whoever runs the next step must copy the pages to these slots first.
+        """
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
     def forget_cached(self) -> None:
         """Forget the content of all pages; those that are held stay with their holders."""
         self._free += self.cache.clear()
+        self.host.clear()
+        self._evicted.clear()
+
+    def _evict(self) -> int:
+        page, name = self.cache.evict()
+        slot = self.host.put(name)
+        if slot is not None:
+            self._evicted.append((page, slot))
+        return page
 
     def free(self, pages: Iterable[int]) -> None:
         """Take one reference from each page; pages without any can be given out again.
@@ -154,6 +202,7 @@ class PagePool:
           RuntimeError: the pool's books disagree.
         """
         self.cache.check_invariants()
+        self.host.check_invariants()
         num_held = sum(count > 0 for count in self._num_references)
         if self.num_free + num_held != self.num_usable:
             message = "free and held pages must add up to"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from jaxserve.request import Sequence
 from jaxserve.scheduling.page_digests import PageDigests, root_digest
-from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.page_pool import ON_HOST, PagePool
+from jaxserve.step import PageMove
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +16,18 @@ class PrefixHit:
 
     Attributes:
       num_tokens: leading tokens whose keys and values are in pages of every group.
-      page_tables: for each group, these pages; 0 where the window has passed.
+      page_tables: for each group, these pages; 0 where the window has passed, `ON_HOST` where the
+        page must first be fetched from the host's memory.
       num_dead_pages: for each group, how many zeros stand first.
-      num_idle_pages: for each group, how many of the pages no sequence holds.
+      num_taken_pages: for each group, how many free pages an admission takes: cached ones that no
+        sequence holds, and pages for what is fetched.
       is_promised: a running sequence is about to compute the next page, too.
     """
 
     num_tokens: int
     page_tables: tuple[list[int], ...]
     num_dead_pages: tuple[int, ...]
-    num_idle_pages: tuple[int, ...]
+    num_taken_pages: tuple[int, ...]
     is_promised: bool
 
 
@@ -39,6 +42,7 @@ class PrefixIndex:
     Attributes:
       num_queries: tokens of the sequences that were looked up at their first admission.
       num_hits: how many of them were found.
+      num_host_hits: how many of these in the host's memory.
     """
 
     def __init__(self, page_pools: tuple[PagePool, ...], *, is_enabled: bool):
@@ -55,7 +59,8 @@ class PrefixIndex:
         self._promised: Counter[bytes] = Counter()
         self._no_pages = (0,) * len(page_pools)
         self.num_queries = 0
-        self.num_hits = 0
+        self.num_hits = self.num_host_hits = 0
+        self._fetches: list[PageMove] = []
 
     def prepare(self, sequence: Sequence) -> None:
         """Get a new sequence ready to be looked up."""
@@ -75,37 +80,40 @@ class PrefixIndex:
             return PrefixHit(
                 0, tuple([] for _ in self._pools), self._no_pages, self._no_pages, False
             )
-        most = (len(sequence.token_ids) - 1) // self._step * self._step
-        num_tokens = most
+        most = num_tokens = (len(sequence.token_ids) - 1) // self._step * self._step
+        found: dict[int, list[int]] = {}
         for group in self._whole_groups:
-            num_tokens = min(num_tokens, self._count_found(sequence, group, num_tokens))
-        while num_tokens and not all(
-            self._has_window(sequence, group, num_tokens)
-            for group in range(len(self._pools))
-            if group not in self._whole_groups
-        ):
+            pool = self._pools[group]
+            names = sequence.page_digests[group].up_to(num_tokens // pool.page_size)
+            found[group] = pool.find_cached(names[: num_tokens // pool.page_size])
+            num_tokens = len(found[group]) * pool.page_size // self._step * self._step
+        while num_tokens and not self._have_windows(sequence, num_tokens):
             num_tokens -= self._step
-        tables, dead, idle = [], [], []
+        tables, dead, taken = [], [], []
         for group, pool in enumerate(self._pools):
-            num_dead = pool.num_dead_pages(num_tokens)
-            pages = self._pages(sequence, group, num_dead, num_tokens // pool.page_size)
-            tables.append([0] * num_dead + pages)
-            dead.append(num_dead)
-            idle.append(sum(pool.cache.is_idle(page) for page in pages))
+            first, end = pool.num_dead_pages(num_tokens), num_tokens // pool.page_size
+            if group in found:
+                pages = found[group][:end]
+            else:
+                pages = pool.find_cached(sequence.page_digests[group].up_to(end)[first:end])
+            tables.append([0] * first + pages)
+            dead.append(first)
+            taken.append(sum(page == ON_HOST or pool.cache.is_idle(page) for page in pages))
         return PrefixHit(
             num_tokens,
             tuple(tables),
             tuple(dead),
-            tuple(idle),
+            tuple(taken),
             num_tokens < most and self._is_promised(sequence, num_tokens),
         )
 
     def admit(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Give a sequence the pages of its hit, and promise the full pages that it will compute."""
         for group, pool in enumerate(self._pools):
-            table = hit.page_tables[group]
-            pool.take_cached(table[hit.num_dead_pages[group] :])
-            sequence.page_tables[group] = list(table)
+            table = list(hit.page_tables[group])
+            pool.take_cached(page for page in table if page > 0)
+            self._fetch(sequence, group, table)
+            sequence.page_tables[group] = table
             sequence.num_freed_pages[group] = hit.num_dead_pages[group]
             sequence.num_cached_pages[group] = len(table)
         sequence.num_computed_tokens = hit.num_tokens
@@ -136,10 +144,11 @@ class PrefixIndex:
                 continue
             if self._whole_groups and group == self._whole_groups[0]:
                 self._keep_promises(sequence, group, end)
+            names = sequence.page_digests[group].up_to(end)
             for index in range(first, end):
                 page = sequence.page_tables[group][index]
                 if page:
-                    pool.cache.add(page, *sequence.page_digests[group].of(index))
+                    pool.cache.add(page, names[index])
             sequence.num_cached_pages[group] = end
 
     def leave(self, sequence: Sequence) -> None:
@@ -147,6 +156,40 @@ class PrefixIndex:
         if sequence.num_promised_pages:
             self._keep_promises(sequence, self._whole_groups[0], sequence.num_promised_pages)
             sequence.num_promised_pages = 0
+
+    def take_moves(self) -> tuple[tuple[PageMove, ...], tuple[PageMove, ...]]:
+        """The offloads and fetches that must run before the step that is being built."""
+        offloads = [
+            PageMove(group=group, page=page, host_slot=slot)
+            for group, pool in enumerate(self._pools)
+            for page, slot in pool.take_evicted()
+        ]
+        fetches, self._fetches = self._fetches, []
+        if fetches:
+            for pool in self._pools:
+                pool.host.unpin_all()
+        return tuple(offloads), tuple(fetches)
+
+    def _fetch(self, sequence: Sequence, group: int, table: list[int]) -> None:
+        """Put pages in place of those on the host; they are cached as soon as they are fetched."""
+        indices = [index for index, page in enumerate(table) if page == ON_HOST]
+        if not indices:
+            return
+        pool, found = self._pools[group], []
+        names = sequence.page_digests[group].up_to(len(table))
+        for index in indices:  # before new pages are taken, which may drop what is on the host
+            slot = pool.host.find(names[index])
+            assert slot is not None
+            pool.host.pin(names[index])
+            found.append((index, slot))
+        pages = pool.allocate(len(indices))
+        assert pages is not None
+        for page, (index, slot) in zip(pages, found, strict=True):
+            table[index] = page
+            pool.cache.add(page, names[index])
+            self._fetches.append(PageMove(group=group, page=page, host_slot=slot))
+        if self._whole_groups and group == self._whole_groups[0]:
+            self.num_host_hits += len(indices) * pool.page_size
 
     def forget(self) -> None:
         """Forget all content; sequences that run keep their pages."""
@@ -166,28 +209,18 @@ class PrefixIndex:
             return False
         group = self._whole_groups[0]
         page = num_tokens // self._pools[group].page_size
-        return sequence.page_digests[group].of(page)[0] in self._promised
+        return sequence.page_digests[group].up_to(page + 1)[page][0] in self._promised
 
     def _digests(self, sequence: Sequence, group: int, first: int, end: int) -> list[bytes]:
-        digests = sequence.page_digests[group]
-        return [digests.of(page)[0] for page in range(first, end)]
+        names = sequence.page_digests[group].up_to(end)
+        return [digest for digest, _ in names[first:end]]
 
-    def _find_page(self, sequence: Sequence, group: int, index: int) -> int | None:
-        return self._pools[group].cache.find(*sequence.page_digests[group].of(index))
-
-    def _count_found(self, sequence: Sequence, group: int, num_tokens: int) -> int:
-        """Tokens, a multiple of the step, whose pages are all there."""
-        page_size = self._pools[group].page_size
-        for index in range(num_tokens // page_size):
-            if self._find_page(sequence, group, index) is None:
-                return index * page_size // self._step * self._step
-        return num_tokens
-
-    def _has_window(self, sequence: Sequence, group: int, num_tokens: int) -> bool:
-        pool = self._pools[group]
-        indices = range(pool.num_dead_pages(num_tokens), num_tokens // pool.page_size)
-        return all(self._find_page(sequence, group, index) is not None for index in indices)
-
-    def _pages(self, sequence: Sequence, group: int, first: int, end: int) -> list[int]:
-        found = (self._find_page(sequence, group, index) for index in range(first, end))
-        return [page for page in found if page is not None]
+    def _have_windows(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether all groups with a window have the pages that it shows at that token."""
+        for group, pool in enumerate(self._pools):
+            if group not in self._whole_groups:
+                first, end = pool.num_dead_pages(num_tokens), num_tokens // pool.page_size
+                names = sequence.page_digests[group].up_to(end)[first:end]
+                if len(pool.find_cached(names)) < end - first:
+                    return False
+        return True

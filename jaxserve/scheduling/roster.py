@@ -1,12 +1,12 @@
 """Roster: which sequences wait, run and leave, and the slots and pages that they own."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
 from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.order import SequenceOrder, insert_in_order
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.prefix_index import PrefixHit, PrefixIndex
 from jaxserve.scheduling.slot_pool import SlotPool
@@ -18,16 +18,16 @@ NewPages = tuple[tuple[tuple[int, int], ...], ...]
 class Roster:
     """Moves sequences between their states, and slots and pages with them.
 
-        WAITING --admit--> RUNNING --preempt_newest--> LEAVING --settle--> WAITING
+        WAITING --admit--> RUNNING --preempt_last--> LEAVING --settle--> WAITING
            |                  |                           |
            +-------end--------+----------end--------------+--settle--> FINISHED
 
     Steps in flight write the pages of a LEAVING sequence, so its slot and pages come free in
     `settle` alone, when no step holds it any more, whatever the reason that it leaves for.
 
-    Both `running` and `waiting` stand in the order of arrival, all of `running` before all of
-    `waiting`: the victim of a preemption is the last that runs and becomes the first that waits,
-    at once, while it is still LEAVING, and no one is admitted past it.
+    Both `running` and `waiting` stand in the order of their keys (`policies.py`). The victim of a
+    preemption is the last that runs; it waits at once, while it is still LEAVING. Only the first
+    that waits is admitted, so no one is admitted past a smaller key.
 
     Pages of a RUNNING sequence come free in `free_dead_pages` alone.
     """
@@ -36,7 +36,8 @@ class Roster:
         self,
         page_pools: tuple[PagePool, ...],
         config: SchedulerConfig,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
+        order: SequenceOrder,
     ):
         """Start without sequences.
 
@@ -44,7 +45,9 @@ class Roster:
           page_pools: one pool for each cache group.
           config: gives the number of slots, and how long rows are.
           clock: monotonic seconds.
+          order: gives sequences their keys.
         """
+        self.order = order
         self.page_pools = page_pools
         self.slot_pool = SlotPool(config.max_num_seqs)
         self.max_row_tokens = config.max_row_tokens
@@ -65,7 +68,7 @@ class Roster:
         self.unfinished: dict[str, dict[int, Sequence]] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the waiting ones.
+        """Put a new sequence, whose `max_num_tokens` is known, among the waiting ones.
 
         Raises:
           ValueError: an unfinished sequence has the same request id and index.
@@ -78,7 +81,8 @@ class Roster:
         sequence.page_tables = [[] for _ in self.page_pools]
         sequence.num_freed_pages = [0] * len(self.page_pools)
         self.prefixes.prepare(sequence)
-        self.waiting.append(sequence)
+        self.order.place(sequence)
+        insert_in_order(self.waiting, sequence)
 
     def find(self, request_id: str, index: int | None) -> list[Sequence]:
         """Find the unfinished sequences of a request, or the one of that index."""
@@ -99,18 +103,33 @@ class Roster:
         sequence.status = SequenceStatus.RUNNING
         if sequence.scheduled_seconds is None:
             sequence.scheduled_seconds = self._clock()
-        self.running.append(sequence)
+            sequence.latest_start_seconds = math.inf
+        insert_in_order(self.running, sequence)
         return sequence
 
-    def preempt_newest(self) -> None:
-        """Make the most recently arrived running sequence the first that waits.
+    def put_back_late(self) -> None:
+        """Give late sequences their later keys, until the first that waits is not late.
+
+        Each of them moves once, and only before it first gets a slot.
+        """
+        if not self.waiting or self.waiting[0].latest_start_seconds == math.inf:
+            return
+        now = self._clock()
+        while self.waiting[0].latest_start_seconds < now:
+            sequence = self.waiting.popleft()
+            sequence.latest_start_seconds = math.inf
+            sequence.order_key = sequence.late_order_key
+            insert_in_order(self.waiting, sequence)
+
+    def preempt_last(self) -> None:
+        """Make the running sequence with the largest key wait.
 
         It keeps its tokens; their keys and values are computed again after its next admission.
         """
         victim = self.running.pop()
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        insert_in_order(self.waiting, victim)
         self._leave(victim)
 
     def end(
@@ -123,6 +142,7 @@ class Roster:
             del self.unfinished[sequence.request.request_id]
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
+        self.order.end_sequence(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
         else:
@@ -180,10 +200,10 @@ class Roster:
         return self._count_reserved(lengths, sequence.num_freed_pages, num_tokens)
 
     def count_admission_pages(self, hit: PrefixHit, num_tokens: int) -> list[int]:
-        """The same of a waiting sequence with this hit, whose idle pages count as well."""
+        """The same of a waiting sequence, and the free pages that its hit takes."""
         lengths = [len(table) for table in hit.page_tables]
         missing = self._count_reserved(lengths, hit.num_dead_pages, num_tokens)
-        return [sum(counts) for counts in zip(missing, hit.num_idle_pages, strict=True)]
+        return [sum(counts) for counts in zip(missing, hit.num_taken_pages, strict=True)]
 
     def _count_reserved(
         self, lengths: Iterable[int], num_freed: Iterable[int], num_tokens: int

@@ -3,7 +3,7 @@
 import operator
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
 from jaxserve.scheduling.admission import check_length, max_sequence_tokens
@@ -11,9 +11,12 @@ from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.endings import append_tokens, find_end_token_ids, find_max_num_tokens
 from jaxserve.scheduling.invariants import check_books, num_reserved_tokens
+from jaxserve.scheduling.order import SequenceOrder
 from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.policies import FIRST_COME_FIRST_SERVED, Policy
 from jaxserve.scheduling.roster import Roster
 from jaxserve.scheduling.step_builder import StepBuilder
+from jaxserve.scheduling.token_limit import TokenLimit
 from jaxserve.step import SchedulerOutput, SequenceUpdate, StepResult, TokenLogprobs
 
 _NO_TOKENS = "the step must sample at least 1 token for a running row; got 0"
@@ -21,7 +24,7 @@ NOT_FINITE = "logits must be finite; got NaN, or no finite value"
 
 
 class Scheduler:
-    """Continuous batching, first come, first served, with several steps in flight.
+    """Continuous batching in the order of a policy, with several steps in flight.
 
     There are no phases: `num_computed_tokens` of each sequence catches up with its `num_tokens`,
     and `schedule` hands each its share of the step's token budget. Steps are dispatched before
@@ -45,18 +48,22 @@ class Scheduler:
         config: SchedulerConfig,
         page_pools: tuple[PagePool, ...],
         clock: Callable[[], float] = time.monotonic,
+        policy: Policy = FIRST_COME_FIRST_SERVED,
     ):
         """Start without sequences.
 
         Args:
           config: the limits.
           page_pools: the pool of each cache group, at least one, all pages free.
-          clock: monotonic seconds.
+          clock: monotonic seconds; the arrival times of requests are on the same clock.
+          policy: who comes first.
         """
         self._config = config
-        self._roster = Roster(page_pools, config, clock)
+        self._order = SequenceOrder(policy, config, clock)
+        self._roster = Roster(page_pools, config, clock, self._order)
         self._clock, self._deadlines = clock, Deadlines(config.max_queue_seconds)
         self._in_flight: deque[SchedulerOutput] = deque()
+        self._token_limit = TokenLimit(config)
 
     @property
     def has_unfinished(self) -> bool:
@@ -118,6 +125,22 @@ class Scheduler:
         pools = self._roster.page_pools
         return max((pool.num_usable - pool.num_free) / pool.num_usable for pool in pools)
 
+    @property
+    def unused_slot_share(self) -> float:
+        """Share of the token slots in held pages that hold no computed token, in [0, 1].
+
+        A page that several sequences share counts once. Pages of a window group that lie partly
+        before the window count as used.
+        """
+        roster = self._roster
+        num_slots = num_unused = 0
+        for group, pool in enumerate(roster.page_pools):
+            num_slots += (pool.num_usable - pool.num_free) * pool.page_size
+            for sequence in (*roster.running, *roster.leaving):
+                end = len(sequence.page_tables[group]) * pool.page_size
+                num_unused += max(0, end - sequence.num_computed_tokens)
+        return num_unused / num_slots if num_slots else 0.0
+
     def page_tables(self) -> dict[tuple[str, int], tuple[tuple[int, ...], ...]]:
         """Copy who holds which pages now.
 
@@ -148,9 +171,9 @@ class Scheduler:
             max_row_tokens=self._config.max_row_tokens,
             page_pools=self._roster.page_pools,
         )
-        self._roster.add(sequence)
         sequence.max_num_tokens = max_num_tokens
         sequence.end_token_ids = find_end_token_ids(sequence.request)
+        self._roster.add(sequence)
         self._deadlines.add(sequence)
 
     def expire(self) -> list[SequenceUpdate]:
@@ -169,13 +192,15 @@ class Scheduler:
 
         Returns:
           The step, or None when no sequence can advance now or `max_steps_in_flight` steps are
-          in flight. Each step must come back, in the same order, to `commit` or `fail_step`.
+          in flight. Each step must come back, in the same order, to `commit`,
+          `fail_step` or `retry_step`.
         """
         if len(self._in_flight) >= self._config.max_steps_in_flight:
             return None
-        output = StepBuilder(self._config, self._roster).build()
+        output = StepBuilder(self._config, self._roster, self._token_limit.now).build()
         if output is not None:
             self._in_flight.append(output)
+            self._order.start_step(output)
         return output
 
     def commit(self, output: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
@@ -198,6 +223,8 @@ class Scheduler:
         if any(map(operator.gt, num_new, reserved)) or len(num_new) < len(reserved):
             raise ValueError(f"num_new must be at most {reserved}, row by row; got {num_new}")
         self._in_flight.popleft()
+        self._token_limit.note_success()
+        self._order.end_step(output)
         num_rows, width = len(reserved), result.tokens.shape[1]
         roster, updates = self._roster, []
         rows = zip(
@@ -233,6 +260,8 @@ class Scheduler:
     def fail_step(self, output: SchedulerOutput, error: str) -> list[SequenceUpdate]:
         """Take back any step in flight that raised; its unfinished sequences end with `error`."""
         self._in_flight.remove(output)
+        self._forget_moved(output)
+        self._order.drop_step(output)
         updates = []
         for row in output.rows:
             sequence = row.sequence
@@ -242,6 +271,75 @@ class Scheduler:
                 updates.append(_end_with_error(self._roster, sequence, error))
             elif sequence.status is SequenceStatus.LEAVING:
                 self._roster.settle(sequence)
+        return updates
+
+    def retry_step(self, output: SchedulerOutput) -> None:
+        """Take back the newest step in flight, which did not run or whose results are lost.
+
+        Its running sequences are preempted, and with them those that come after them in the order
+        of the roster. They keep their tokens, and compute and sample again what the step would have
+        brought: nothing is lost, and nothing comes twice.
+
+        Raises:
+          ValueError: `output` is not the newest step in flight; later steps go on from its tokens.
+        """
+        if not self._in_flight or self._in_flight[-1] is not output:
+            raise ValueError("output must be the newest step in flight; got another one")
+        self._in_flight.pop()
+        self._forget_moved(output)
+        self._order.drop_step(output)
+        roster, sequences = self._roster, {row.sequence for row in output.rows}
+        for row in output.rows:
+            row.sequence.num_steps_in_flight -= 1
+            row.sequence.num_pending_tokens -= num_reserved_tokens(row)
+            row.sequence.num_computed_tokens -= row.num_scheduled_tokens
+        while not sequences.isdisjoint(roster.running):
+            roster.preempt_last()
+        for row in output.rows:
+            if row.sequence.status is SequenceStatus.LEAVING:
+                roster.settle(row.sequence)
+
+    def _forget_moved(self, output: SchedulerOutput) -> None:
+        """A step whose pages may not have been moved leaves no page whose content is sure."""
+        if output.offloads or output.fetches:
+            self.reset_prefix_cache()
+
+    def lower_token_limit(self, output: SchedulerOutput) -> bool:
+        """Make the next steps half as large as one that found no memory; they grow again later.
+
+        Returns:
+          False when it makes no sense to try again: steps are as small as can be.
+        """
+        return self._token_limit.lower(output.num_tokens)
+
+    def drop_cache(self) -> None:
+        """The cache is lost: all that runs is preempted, and all computed prefixes are forgotten.
+
+        Raises:
+          RuntimeError: steps are in flight; each must come back first.
+        """
+        if self._in_flight:
+            raise RuntimeError(f"no step must be in flight; got {len(self._in_flight)}")
+        while self._roster.running:
+            self._roster.preempt_last()
+        self.reset_prefix_cache()
+
+    def fail(self, error: str, sequences: Iterable[Sequence]) -> list[SequenceUpdate]:
+        """End sequences with `error`, in whatever state they are; ended ones stay as they are."""
+        return [
+            _end_with_error(self._roster, sequence, error)
+            for sequence in sequences
+            if sequence.finish_reason is None
+        ]
+
+    def fail_all(self, error: str) -> list[SequenceUpdate]:
+        """Take back all steps in flight and end everything with `error`; forget all prefixes."""
+        updates = []
+        while self._in_flight:
+            updates += self.fail_step(self._in_flight[-1], error)
+        roster = self._roster
+        updates += self.fail(error, [*roster.running, *roster.waiting])
+        self.reset_prefix_cache()
         return updates
 
     def abort(

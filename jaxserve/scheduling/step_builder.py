@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from jaxserve.request import Sequence, SequenceStatus
 from jaxserve.scheduling.bucket_fit import find_surplus
 from jaxserve.scheduling.config import SchedulerConfig
-from jaxserve.scheduling.prefix_index import PrefixHit
 from jaxserve.scheduling.roster import NewPages, Roster
 from jaxserve.step import ScheduledRow, SchedulerOutput
 
@@ -26,33 +25,43 @@ class _Chunk:
 
 
 class StepBuilder:
-    """Chooses the rows of one step: decode rows, running prompts, then waiting sequences.
+    """Chooses the rows of one step: decode rows, then prompts, running and waiting ones in order.
 
-    **Pages.** A row that lacks pages preempts the sequences that arrived last, one after the
-    other, but only as many as it needs, and none while the pages of LEAVING sequences will do.
-    What it cannot get at once it does without: the row is skipped, and for the rest of the step
-    no sequence that arrived later gets any page and no one is admitted. (An older one still may:
-    decode rows are chosen before the prompts of older sequences.)
+    The order is that of the sequences' keys (`policies.py`).
 
-    **Progress.** The oldest running sequence always advances after finitely many steps. A
-    sequence that cannot fit the empty pool is never added, and no sequence needs more pages than
+    **Pages.** A row that lacks pages preempts the last running sequences, one after the other,
+    but only as many as it needs, and none while the pages of LEAVING sequences will do. What it
+    cannot get at once it does without: the row is skipped, and for the rest of the step no
+    sequence after it gets any page and no one is admitted. (One before it still may: decode rows
+    are chosen before the prompts.)
+
+    **Progress.** The first of all unfinished sequences always advances after finitely many steps.
+    So it ends, then the next, and in the end all, as long as no others come to stand before them;
+    how many can, says the policy. A key changes once at most, while its sequence waits.
+
+    If the first of all runs, the step has a token for it: decode rows leave one to each other
+    sequence that runs (a budget that was lowered grows again), and prompts take theirs in order.
+    A sequence that cannot fit the empty pool is never added, and no sequence needs more pages than
     its length end allows, or its window where it sees no more: before it asks for pages it gives
-    back those that it does not see any longer. If the oldest lacks a page, either LEAVING
-    sequences hold enough, and these come free when the steps in flight are committed; or there is
-    a younger running sequence, and one is preempted. It cannot be preempted itself, for the
-    victim is always the last to arrive, and each preempted sequence waits in front of all that
-    could be admitted. So the younger ones become fewer until it has its page or runs alone, and
-    then every page is free or its own. When nothing runs or leaves, all pages are free and the
-    first that waits is admitted. So the oldest ends, then the next oldest, and in the end all.
+    back those that it does not see any longer. If the first lacks a page, either LEAVING sequences
+    hold enough, and these come free when the steps in flight are committed; or another one runs,
+    and the last is preempted. That is never the first itself, and no one is admitted in that step.
+    So the others become fewer until it has its page or runs alone, and then every page is free or
+    its own.
+
+    If the first of all waits, no other is admitted. The first that runs advances for the same
+    reasons, so those that run end, one after the other, unless there is room for the first of all
+    sooner. When nothing runs or leaves, all pages are free and it is admitted.
 
     **Prefixes.** The first that waits is not admitted while a running sequence is about to compute
     a page that both need. That one runs, so by the above it computes the page, or leaves.
     """
 
-    def __init__(self, config: SchedulerConfig, roster: Roster):
-        """Start an empty step."""
+    def __init__(self, config: SchedulerConfig, roster: Roster, max_num_tokens: int):
+        """Start an empty step that takes so many tokens, unless its decode rows have more."""
         self._config = config
         self._roster = roster
+        self._max_num_tokens = max_num_tokens
         self._decode_rows: list[ScheduledRow] = []
         self._prompts: list[tuple[int, Sequence]] = []
         self._chunks: list[_Chunk] = []
@@ -60,18 +69,25 @@ class StepBuilder:
         self._num_decode_tokens = 0
         self._first_short = len(roster.running)  # index of the first row skipped for its pages
         self._has_skipped = False
+        self._can_admit_more = True
 
     def build(self) -> SchedulerOutput | None:
         """Choose the rows and count them as in flight; None when no sequence can advance."""
         self._add_decodes()
+        self._limit_prompts()
+        self._roster.put_back_late()
         self._add_prompts()
-        self._add_waiting()
         self._fit_bucket()
         rows = (*self._decode_rows, *map(_make_row, self._chunks))
         if not rows:
             return None
+        offloads, fetches = self._roster.prefixes.take_moves()
         return SchedulerOutput(
-            rows=rows, num_decode_rows=len(self._decode_rows), num_tokens=self._num_tokens
+            rows=rows,
+            num_decode_rows=len(self._decode_rows),
+            num_tokens=self._num_tokens,
+            offloads=offloads,
+            fetches=fetches,
         )
 
     def _add_decodes(self) -> None:
@@ -118,11 +134,24 @@ class StepBuilder:
             )
         self._num_tokens = self._num_decode_tokens = num_tokens
 
+    def _limit_prompts(self) -> None:
+        """Let the policy keep the step short for those that decode."""
+        if not self._prompts and not self._roster.waiting:
+            return
+        limit = self._roster.order.max_prompt_tokens(self._decode_rows)
+        if limit is not None:
+            self._max_num_tokens = min(self._max_num_tokens, self._num_tokens + limit)
+
     def _add_prompts(self) -> None:
-        """Add the next chunks of running sequences; the decode rows preempted some of them."""
+        """Add prompt chunks in order: of running sequences, and of those that are admitted.
+
+        The decode rows preempted some of the running ones. The indices of the others stay true in
+        what they are used for: one that is admitted comes before them and shifts them all alike.
+        """
         for index, sequence in self._prompts:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
+            self._add_waiting(before=sequence)
             count = self._chunk_size(sequence.num_prefill_tokens - sequence.num_computed_tokens)
             if count == 0:
                 return
@@ -131,17 +160,27 @@ class StepBuilder:
             if new_pages is None:
                 return
             self._add_chunk(sequence, count, new_pages, is_admission=False)
+        self._add_waiting(before=None)
 
-    def _add_waiting(self) -> None:
-        """Admit waiting sequences whose known tokens fit into pages that no one needs sooner."""
+    def _add_waiting(self, *, before: Sequence | None) -> None:
+        """Admit waiting sequences whose known tokens fit into pages that no prompt needs.
+
+        Args:
+          before: the running sequence whose turn it is; None = all have had theirs.
+        """
         roster = self._roster
-        if self._has_skipped or not roster.waiting or not roster.slot_pool.num_free:
+        if self._has_skipped or not self._can_admit_more:
             return
-        reserved = _count_reserved_pages(roster, self._prompts)
+        reserved = None
         while roster.waiting and roster.slot_pool.num_free:
             sequence = roster.waiting[0]
+            if before is not None and sequence.order_key > before.order_key:
+                return
+            self._can_admit_more = False  # unless this one is admitted
             if sequence.status is SequenceStatus.LEAVING:
                 return
+            if reserved is None:
+                reserved = self._count_reserved_pages()
             hit = roster.prefixes.find(sequence)
             num_tokens = len(sequence.token_ids)
             count = self._chunk_size(num_tokens - hit.num_tokens)
@@ -152,13 +191,15 @@ class StepBuilder:
             if not self._can_admit(reserved):
                 return
             roster.admit(hit)
+            found = _entries(sequence)
             first_pages = roster.count_missing_pages(sequence, hit.num_tokens + count)
             given = roster.give_pages(sequence, first_pages)
             assert given is not None
-            taken = zip(reserved, first_pages, hit.num_idle_pages, strict=True)
-            reserved = [n - new - idle for n, new, idle in taken]
-            new_pages = tuple(map(operator.add, _pages_of(hit), given))
+            counts = zip(reserved, first_pages, hit.num_taken_pages, strict=True)
+            reserved = [n - new - taken for n, new, taken in counts]
+            new_pages = tuple(map(operator.add, found, given))
             self._add_chunk(sequence, count, new_pages, is_admission=True)
+            self._can_admit_more = True
 
     def _fit_bucket(self) -> None:
         """Cut the last prompt chunk where the step then fills its bucket."""
@@ -181,8 +222,9 @@ class StepBuilder:
         """Tell whether the budget or the threshold leaves prompt tokens out of this step."""
         if any(chunk.end < chunk.sequence.num_prefill_tokens for chunk in self._chunks):
             return True
-        is_full = self._num_tokens == self._config.max_num_batched_tokens
-        return is_full and (bool(self._roster.waiting) or len(self._chunks) < len(self._prompts))
+        is_full = self._num_tokens >= self._max_num_tokens
+        num_continued = sum(not chunk.is_admission for chunk in self._chunks)
+        return is_full and (bool(self._roster.waiting) or num_continued < len(self._prompts))
 
     def _add_chunk(
         self, sequence: Sequence, count: int, new_pages: NewPages, *, is_admission: bool
@@ -197,7 +239,20 @@ class StepBuilder:
     def _chunk_size(self, num_left: int) -> int:
         """Limit a prompt's tokens to the step's budget and the threshold."""
         threshold = self._config.long_prefill_token_threshold or num_left
-        return min(num_left, threshold, self._config.max_num_batched_tokens - self._num_tokens)
+        return min(num_left, threshold, max(0, self._max_num_tokens - self._num_tokens))
+
+    def _count_reserved_pages(self) -> list[int]:
+        """Count the pages, for each group, that the prompts which run will still need.
+
+        One that was preempted in this step counts too: no harm, for that is so in one step only.
+        """
+        roster = self._roster
+        admitted = [chunk.sequence for chunk in self._chunks if chunk.is_admission]
+        reserved = [0] * len(roster.page_pools)
+        for sequence in (*(sequence for _, sequence in self._prompts), *admitted):
+            wanted = roster.count_reserved_pages(sequence, sequence.num_prefill_tokens)
+            reserved = [sum(counts) for counts in zip(reserved, wanted, strict=True)]
+        return reserved
 
     def _can_admit(self, reserved: list[int]) -> bool:
         """Tell whether the pages are there, and the watermark is kept if anyone runs."""
@@ -208,7 +263,7 @@ class StepBuilder:
         )
 
     def _obtain_pages(self, index: int, sequence: Sequence, num_tokens: int) -> NewPages | None:
-        """Give a running sequence pages for so many tokens, preempting younger ones if need be.
+        """Give a running sequence pages for so many tokens, preempting later ones if need be.
 
         Args:
           index: of the sequence in `running`.
@@ -228,15 +283,15 @@ class StepBuilder:
                 self._first_short = index
                 self._has_skipped = True
             else:
-                roster.preempt_newest()
+                roster.preempt_last()
         return None
 
 
-def _pages_of(hit: PrefixHit) -> NewPages:
-    """The pages of a hit as entries of the page tables."""
+def _entries(sequence: Sequence) -> NewPages:
+    """The pages that a sequence holds, as entries of its page tables."""
     return tuple(
         tuple((index, page) for index, page in enumerate(table) if page)
-        for table in hit.page_tables
+        for table in sequence.page_tables
     )
 
 
@@ -257,15 +312,3 @@ def _make_row(chunk: _Chunk) -> ScheduledRow:
         can_sample=can_sample,
         new_pages=chunk.new_pages,
     )
-
-
-def _count_reserved_pages(roster: Roster, prompts: list[tuple[int, Sequence]]) -> list[int]:
-    """Count the pages, for each group, that the running sequences' prompts will still need.
-
-    A prompt that was preempted in this step counts too: no harm, for it waits in front.
-    """
-    reserved = [0] * len(roster.page_pools)
-    for _, sequence in prompts:
-        wanted = roster.count_reserved_pages(sequence, sequence.num_prefill_tokens)
-        reserved = [sum(counts) for counts in zip(reserved, wanted, strict=True)]
-    return reserved

@@ -75,6 +75,8 @@ class QueueBound:
             max_tokens = QUEUED_TOKENS_PER_TOKEN * (max(info.num_pages) - 1) * info.page_size
         num_sequences, num_tokens = self._waiting(num_running)
         if num_sequences >= max_sequences or num_tokens >= max_tokens:
+            too_many = "reqs" if num_sequences >= max_sequences else "tokens"
+            self._engine.observers.tell("rejected", f"max_num_queued_{too_many}")
             raise QueueFullError(
                 f"the queue must have room; {num_sequences} sequences with {num_tokens} prompt "
                 f"tokens wait, and {max_sequences} with {max_tokens} may: ask again later"

@@ -92,6 +92,25 @@ def add_engine_arguments(
     add_config_arguments(parser, EngineConfig, without)
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, which stands for --model."""
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="the model, as --model names it"
+    )
+
+
+def one_model(arguments: argparse.Namespace) -> str | None:
+    """The model of MODEL or --model.
+
+    Raises:
+      EngineConfigError: both are given and differ.
+    """
+    tag, model = arguments.model_tag, arguments.model
+    if tag is not None and model is not None and tag != model:
+        raise EngineConfigError(f"MODEL must be given once; got {tag!r} and --model {model!r}")
+    return tag if tag is not None else model
+
+
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The EngineConfig of parsed arguments.
 

@@ -11,6 +11,7 @@ from jaxserve.errors import (
     InvalidRequestError,
     JaxServeError,
     ModelNotFoundError,
+    QueueTimeoutError,
     RowError,
     describe_value,
 )
@@ -20,7 +21,7 @@ from jaxserve.processing.request_loop import Submission
 from jaxserve.processing.request_preparer import check_pool_length
 from jaxserve.sampling_params import RequestOutputKind
 from server.errors import error_body, error_kind
-from server.protocol.answers import AnswerStyle, now_seconds
+from server.protocol.answers import AnswerStyle, check_scheduled, now_seconds
 from server.protocol.chat import (
     ChatRequest,
     chat_options,
@@ -36,6 +37,7 @@ from server.protocol.completion import (
 )
 from server.protocol.completion_answers import completion_response
 from server.protocol.json_body import decode_object
+from server.protocol.sampling import make_request_options
 
 MAX_LINE_BYTES = 8 << 20
 MAX_CUSTOM_ID = 512
@@ -108,7 +110,7 @@ class BatchReader:
         )
         try:
             body = self._body(line.request, outputs, style)
-        except RowError as error:
+        except (QueueTimeoutError, RowError) as error:
             return failed_line(line.custom_id, error)
         return _output_line(line.custom_id, request_id, 200, body, None)
 
@@ -133,13 +135,17 @@ class BatchReader:
 
     def _submissions(self, request: ChatRequest | CompletionRequest) -> list[Submission]:
         maker, kind = self._llm.request_maker, RequestOutputKind.FINAL_ONLY
+        asked: dict[str, Any] = {
+            "request_options": make_request_options(request),
+            "priority": request.priority,
+        }
         if isinstance(request, ChatRequest):
             params = chat_sampling_params(request, self._defaults)
-            made = maker.of_chats(request.messages, params, kind, **chat_options(request))
+            made = maker.of_chats(request.messages, params, kind, **asked, **chat_options(request))
         else:
             params = completion_sampling_params(request, self._defaults)
             prompts = engine_prompts(request, self._llm.get_tokenizer())
-            made = maker.of_prompts(prompts, params, kind)
+            made = maker.of_prompts(prompts, params, kind, **asked)
         for submission, _ in made:
             check_pool_length(submission, self._max_tokens)
         return made
@@ -150,6 +156,7 @@ class BatchReader:
         outputs: Sequence[RequestOutput],
         style: AnswerStyle,
     ) -> msgspec.Struct:
+        check_scheduled(outputs)
         if isinstance(request, ChatRequest):
             return chat_response(request, outputs[0], style)
         texts = [self._prompt_text(output) for output in outputs] if request.echo else None

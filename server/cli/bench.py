@@ -37,6 +37,9 @@ class BenchOptions:
     output_json: str | None = option(
         None, "append the lines to this file, too", "bench", metavar="FILE"
     )
+    enable_prefix_caching: bool = option(
+        False, "take computed prefixes; all runs and the warm-up have the same prompts", "bench"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS/TOKENS",
         help="compile only these sizes, for example 8,64/128,8192",
     )
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, without={"enable_prefix_caching"})
     add_unsupported_flags(parser, of_server=False)
 
 

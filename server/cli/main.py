@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": "talk to a model, in this process or behind a server's URL",
     "complete": "continue texts one after the other, in this process or behind a server's URL",
     "run-batch": "answer a file of OpenAI batch lines with a model in this process",
+    "plan": "show how an engine would use the memory, without loading weights",
     "bench": "time fixed workloads in this process",
 }
 NOT_YET_COMMANDS = ("collect-env", "launch", "snapshot", "preload", "download-kernels")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
-from jaxserve.errors import EngineConfigError
 from server.cli.arguments import (
     add_config_arguments,
     add_engine_arguments,
+    add_model_argument,
     engine_config,
+    one_model,
     option,
     read_config,
 )
@@ -55,9 +56,7 @@ class ServeOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "model_tag", nargs="?", metavar="MODEL", help="the model, as --model names it"
-    )
+    add_model_argument(parser)
     add_config_arguments(parser, ServerConfig)
     add_config_arguments(parser, ServeOptions)
     add_engine_arguments(parser, without={"skip_tokenizer_init"})
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     The socket is opened first: a busy port is told before minutes of loading.
     """
-    arguments.model = _one_model(arguments)
+    arguments.model = one_model(arguments)
     config, server_config = engine_config(arguments), read_config(arguments, ServerConfig)
     options = read_config(arguments, ServeOptions)
     logger.info("jaxserve %s: %s", __version__, shown_settings(config, server_config, options))
@@ -90,13 +89,6 @@ class _Left(BaseException):
 
 def _leave(*_: object) -> None:
     raise _Left
-
-
-def _one_model(arguments: argparse.Namespace) -> str | None:
-    tag, model = arguments.model_tag, arguments.model
-    if tag is not None and model is not None and tag != model:
-        raise EngineConfigError(f"MODEL must be given once; got {tag!r} and --model {model!r}")
-    return tag if tag is not None else model
 
 
 def _open_front_end(config: EngineConfig) -> "FrontEnd":

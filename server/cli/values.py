@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import re
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_FACTORS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+from jaxserve.errors import describe_value
+from jaxserve.quantities import read_quantity
 
 
 class DottedJson(str):
@@ -51,9 +50,12 @@ def _read[T](action: argparse.Action, read: Callable[[Any], T], values: Any) -> 
 
 
 def option_of(annotation: Any) -> dict[str, Any]:
-    """How argparse reads a field: by its type without None."""
+    """How argparse reads a field: by its type without None; of int | str the text is "auto"."""
     if isinstance(annotation, types.UnionType):
-        annotation = next(a for a in typing.get_args(annotation) if a is not types.NoneType)
+        kinds = [a for a in typing.get_args(annotation) if a is not types.NoneType]
+        if kinds == [int, str]:
+            return {"type": read_integer_or_auto, "metavar": "N|auto"}
+        annotation = kinds[0]
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -69,23 +71,29 @@ def option_of(annotation: Any) -> dict[str, Any]:
 
 
 def read_integer(text: str) -> int:
-    """An integer, or vLLM's short forms of one: 8k is 8000, 8K is 8192, 1.5M is 1572864."""
-    match = re.fullmatch(r"(-?\d+)|(\d+(?:\.\d+)?)([kmgtKMGT])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be an integer, or one like 8k or 8K; got {text!r}")
-    if match[1] is not None:
-        return int(match[1])
-    return int(float(match[2]) * _FACTORS[match[3]])
+    """An integer, or a short form of one; see `read_quantity`."""
+    try:
+        return read_quantity(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; got {describe_value(text)}") from error
+
+
+def read_integer_or_auto(text: str) -> int | str:
+    """An integer as `read_integer` takes it, or "auto"."""
+    return text if text == "auto" else read_integer(text)
 
 
 def read_sizes(text: str) -> tuple[int, ...]:
-    """Positive integers with commas between them."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    """Positive integers with commas between them, short forms too."""
+    try:
+        sizes = tuple(read_quantity(part.strip()) for part in text.split(","))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
         raise argparse.ArgumentTypeError(
             f"must be positive integers with commas between them, as 8,64; got {text!r}"
         )
-    return tuple(map(int, parts))
+    return sizes
 
 
 def read_json(text: str) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.errors import RowError
+from jaxserve.errors import QueueTimeoutError, RowError
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.request import FinishReason
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -118,8 +119,30 @@ def check_output(output: CompletionOutput) -> None:
     Raises:
       RowError: the sequence has failed.
     """
-    if output.finish_reason == "error":
+    if output.finish_reason == FinishReason.ERROR:
         raise RowError(output.error or "the sequence has failed")
+
+
+def waited_in_vain(output: RequestOutput) -> bool:
+    """Whether a request has ended by its timeout before any of its sequences ran."""
+    was_scheduled = output.metrics is None or output.metrics.scheduled_ts is not None
+    return (
+        output.finished
+        and not was_scheduled
+        and all(part.finish_reason == FinishReason.TIMEOUT for part in output.outputs)
+    )
+
+
+def check_scheduled(outputs: Sequence[RequestOutput]) -> None:
+    """Raise what there is to say where no request ran; where one did, the others' ends tell.
+
+    Raises:
+      QueueTimeoutError: all of them waited in vain.
+    """
+    if all(map(waited_in_vain, outputs)):
+        raise QueueTimeoutError(
+            "the request must run before its timeout; it only waited: ask again later"
+        )
 
 
 def chat_logprobs(output: CompletionOutput, num_top: int, style: AnswerStyle) -> Any:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.processing.request_options import RequestOptions
 from jaxserve.processing.sampling_limits import refuse_unsupported
 from jaxserve.sampling_params import RepetitionDetectionParams, SamplingParams
 
@@ -37,7 +38,8 @@ class StreamOptions(msgspec.Struct):
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields of chat and completion requests that choose tokens or are hints; vLLM's names.
 
-    None means "not given". `user`, `safety_identifier`, `prompt_cache_key`, `metadata`, `store`,
+    `timeout`, `ttft_goal_ms`, `tpot_goal_ms` and `skip_reading_prefix_cache` are ours. None means
+    "not given". `user`, `safety_identifier`, `prompt_cache_key`, `metadata`, `store`,
     `service_tier` and `session_id` ask for nothing that this server could do or leave.
     """
 
@@ -71,6 +73,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, int] | None = None
     watermarking: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    ttft_goal_ms: float | None = None
+    tpot_goal_ms: float | None = None
     request_id: RequestId | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
@@ -83,8 +91,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     service_tier: Any = None
     session_id: Any = None
     best_of: Any = None
-    cache_salt: Any = None
-    priority: Any = None
     truncate_prompt_tokens: Any = None
     truncation_side: Any = None
     use_beam_search: Any = None
@@ -105,8 +111,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "cache_salt": (None,),
-    "priority": (None, 0),
     "truncate_prompt_tokens": (None,),
     "truncation_side": (None,),
     "use_beam_search": (None, False),
@@ -127,7 +131,7 @@ _SAME_NAME = (
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
     "spaces_between_special_tokens", "stream_interval", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs",
-    "logprob_token_ids", "thinking_token_budget", "watermarking",
+    "logprob_token_ids", "thinking_token_budget", "watermarking", "skip_reading_prefix_cache",
 )  # fmt: skip
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -157,6 +161,26 @@ def check_shared_fields(request: SamplingFields) -> None:
     if request.stream_options is not None and not request.stream:
         rule = "must be given only with stream"
         raise InvalidRequestError(f"stream_options {rule}", parameter="stream_options")
+
+
+def make_request_options(
+    request: SamplingFields, default_timeout: float | None = None
+) -> RequestOptions:
+    """What a request asks besides its prompt and the choice of tokens.
+
+    Args:
+      request: of the client.
+      default_timeout: seconds, where the client gives no `timeout`.
+
+    Raises:
+      InvalidRequestError: a value breaks its rule.
+    """
+    return RequestOptions.from_fields(
+        cache_salt=request.cache_salt,
+        timeout=default_timeout if request.timeout is None else request.timeout,
+        ttft_goal_ms=request.ttft_goal_ms,
+        tpot_goal_ms=request.tpot_goal_ms,
+    )
 
 
 def make_sampling_params(

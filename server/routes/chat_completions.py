@@ -10,6 +10,7 @@ from server.access.prompt_size import check_prompt_sizes, shown_texts
 from server.protocol.answers import encoder
 from server.protocol.chat import chat_options, chat_sampling_params, decode_chat_request
 from server.protocol.chat_answers import ChatStream, chat_response
+from server.protocol.sampling import make_request_options
 from server.routes.generation import GenerationEndpoint, Job, decode_body
 from server.state import ServerState
 
@@ -34,6 +35,8 @@ async def _prepare(state: ServerState, scope: Scope, body: bytes) -> Job:
         params,
         request_id=state.engine_id(style.response_id),
         is_stream=bool(request.stream),
+        request_options=make_request_options(request, config.default_request_timeout),
+        priority=request.priority,
         **options,
     )
 

@@ -17,6 +17,7 @@ from server.protocol.completion import (
     list_prompts,
 )
 from server.protocol.completion_answers import CompletionStream, completion_response
+from server.protocol.sampling import make_request_options
 from server.routes.generation import GenerationEndpoint, Job, decode_body
 from server.state import ServerState
 
@@ -37,6 +38,8 @@ async def _prepare(state: ServerState, scope: Scope, body: bytes) -> Job:
         params,
         request_id=state.engine_id(style.response_id),
         is_stream=bool(request.stream),
+        request_options=make_request_options(request, config.default_request_timeout),
+        priority=request.priority,
     )
     texts = await _prompt_texts(state, request, submissions)
 

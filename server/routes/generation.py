@@ -14,7 +14,13 @@ from jaxserve.processing.request_loop import Submission
 from server.access.limits import read_body
 from server.protocol.typed_body import ignored_fields_header
 from server.state import ServerState, state_of
-from server.streaming import EventWriter, Header, merge_streams, run_until_disconnect, send_stream
+from server.streaming import (
+    EventWriter,
+    Header,
+    run_until_disconnect,
+    scheduled_outputs,
+    send_stream,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +45,11 @@ class Job:
     unknown_fields: list[str]
     writer: EventWriter | None
     make_body: Callable[[Sequence[RequestOutput]], bytes]
+
+    @property
+    def may_wait_in_vain(self) -> bool:
+        """Whether the answer may be that nothing ran within its timeout."""
+        return any(request.timeout_seconds is not None for request, _ in self.submissions)
 
     @property
     def headers(self) -> list[Header]:
@@ -78,12 +89,17 @@ class GenerationEndpoint:
             if job.writer is not None:
                 keep_alive = state.config.sse_keep_alive_interval
                 await send_stream(
-                    send, streams, job.writer, headers=job.headers, keep_alive_seconds=keep_alive
+                    send,
+                    streams,
+                    job.writer,
+                    headers=job.headers,
+                    keep_alive_seconds=keep_alive,
+                    starts_at_once=not job.may_wait_in_vain,
                 )
                 return
             outputs: dict[int, RequestOutput] = {}
-            async with contextlib.aclosing(merge_streams(streams)) as merged:
-                async for prompt_index, output in merged:
+            async with contextlib.aclosing(scheduled_outputs(streams)) as given:
+                async for prompt_index, output in given:
                     outputs[prompt_index] = output
         content = job.make_body([outputs[index] for index in sorted(outputs)])
         response = Response(content, media_type="application/json")

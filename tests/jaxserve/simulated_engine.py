@@ -43,6 +43,8 @@ class SimulatedDevice:
       poisoned: seeds of sequences whose logits are NaN.
       num_frozen_rows: rows that were scheduled after their sequence had ended here.
       num_cached_tokens: tokens of admitted rows that were in pages already.
+      num_offloads: pages copied to the host.
+      num_fetches: pages copied back.
     """
 
     page_sizes: tuple[int, ...]
@@ -51,6 +53,9 @@ class SimulatedDevice:
     poisoned: set[int] = field(default_factory=set)
     num_frozen_rows: int = 0
     num_cached_tokens: int = 0
+    num_offloads: int = 0
+    num_fetches: int = 0
+    _host: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _memory: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
@@ -59,6 +64,7 @@ class SimulatedDevice:
         assert decodes == sorted(decodes, reverse=True) and sum(decodes) == output.num_decode_rows
         assert output.num_tokens == sum(row.num_scheduled_tokens for row in output.rows) > 0
         assert len({row.sequence for row in output.rows}) == len(output.rows)
+        self._move(output)
         self._clear(output)
         new_tokens = [self._run_row(row) for row in output.rows]
         tokens = np.full((len(new_tokens) + 1, max(1, *map(len, new_tokens), 1)), -1, np.int32)
@@ -69,6 +75,17 @@ class SimulatedDevice:
             num_new=np.array([*map(len, new_tokens), 0], np.int32),
             is_finite=np.array([row.sequence.seed not in self.poisoned for row in output.rows]),
         )
+
+    def _move(self, output: SchedulerOutput) -> None:
+        for move in output.offloads:
+            offsets = range(self.page_sizes[move.group])
+            keys = [(move.group, move.page, offset) for offset in offsets]
+            self._host[move.group, move.host_slot] = [self._memory[key] for key in keys]
+            self.num_offloads += 1
+        for move in output.fetches:
+            for offset, path in enumerate(self._host[move.group, move.host_slot]):
+                self._memory[move.group, move.page, offset] = path
+            self.num_fetches += 1
 
     def _clear(self, output: SchedulerOutput) -> None:
         for row in output.rows:

@@ -11,7 +11,7 @@ from jaxserve.execution.device_state import DeviceState
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.slot_record import RECORD_SIZE, SlotField
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.step import ScheduledRow, SchedulerOutput
+from jaxserve.step import PageMove, ScheduledRow, SchedulerOutput
 from tests.jaxserve.scheduler_builders import VOCABULARY, commit, make_scheduler, make_sequence
 from tests.jaxserve.toy_steps import admit, make_builder, make_state
 
@@ -299,3 +299,35 @@ def test_a_row_costs_as_much_upload_as_its_record_only_when_it_is_admitted() -> 
     sizes = {bucket: builder.layout(bucket).size for bucket in TABLE.all()}
     assert sizes[Bucket(6, 6, True)] == 2 + 6 + 6 + 6 * 3
     assert sizes[Bucket(16, 6, False)] == 2 + 6 + 6 + (6 + 4) * 3 + 16 + 6 * (1 + RECORD_SIZE)
+
+
+@pytest.mark.parametrize("field", ["offloads", "fetches"])
+@pytest.mark.parametrize(
+    ("group", "page", "slot", "message"),
+    [
+        (1, 1, 0, r"groups must be in \[0, 1\)"),
+        (-1, 1, 0, r"groups must be in \[0, 1\)"),
+        (0, 0, 0, r"page ids must be in \[1, 40\)"),
+        (0, 40, 0, r"page ids must be in \[1, 40\)"),
+        (0, 1, -1, r"host slots must be in \[0, 3\)"),
+        (0, 1, 3, r"host slots must be in \[0, 3\)"),
+    ],
+)
+def test_moves_of_pages_that_are_not_there_are_refused(field, group, page, slot, message) -> None:
+    builder = make_builder(TABLE, num_host_pages=3)
+    moves = (
+        PageMove(group=0, page=39, host_slot=2),
+        PageMove(group=group, page=page, host_slot=slot),
+    )
+    with pytest.raises(ValueError, match=message):
+        builder.build(msgspec.structs.replace(make_output(make_row()), **{field: moves}))
+
+
+def test_moves_go_with_the_batch() -> None:
+    out = (PageMove(group=0, page=39, host_slot=2), PageMove(group=0, page=1, host_slot=0))
+    back = (PageMove(group=0, page=2, host_slot=0),)
+    output = msgspec.structs.replace(make_output(make_row()), offloads=out, fetches=back)
+    batch = make_builder(TABLE, num_host_pages=3).build(output)
+    assert (batch.offloads, batch.fetches) == (out, back)
+    with pytest.raises(ValueError, match=r"host slots must be in \[0, 0\)"):
+        make_builder(TABLE).build(output)

@@ -22,6 +22,21 @@ def test_sizes_are_sorted_and_kept_once():
     assert (config.row_buckets, config.token_buckets) == ((1, 8), (64,))
 
 
+def test_quantities_may_be_texts_and_are_kept_as_numbers():
+    config = EngineConfig.from_keywords(
+        max_model_len="16k", kv_cache_memory_bytes="20GiB", max_num_batched_tokens="8K"
+    )
+    assert (config.max_model_len, config.fixed_model_len) == (16_000, 16_000)
+    assert (config.kv_cache_memory_bytes, config.max_num_batched_tokens) == (20 << 30, 8192)
+
+
+@pytest.mark.parametrize("value", ["auto", "-1", -1])
+def test_a_length_can_be_left_to_model_and_memory(value: Any):
+    config = EngineConfig(max_model_len=value)
+    assert (config.max_model_len, config.fixed_model_len) == ("auto", None)
+    assert EngineConfig(**dataclasses.asdict(config)) == config != EngineConfig()
+
+
 BAD: list[tuple[str, Any, str]] = [
     ("model", 3, "must be text"),
     ("tokenizer", object(), "must be text .*not supported in this release"),
@@ -47,19 +62,30 @@ BAD: list[tuple[str, Any, str]] = [
     ("seed", 1.5, "must be an integer"),
     ("max_model_len", 0, "must be at least 1; got 0"),
     ("max_model_len", True, "must be an integer; got True"),
-    ("max_model_len", "8k", "must be an integer; got '8k'"),
+    ("max_model_len", -2, "must be at least 1; got -2"),
+    ("max_model_len", "8q", r"must be an integer, or one like 8k \(8000\), .*; got '8q'"),
+    ("max_model_len", "Auto", "must be an integer, or one like 8k"),
+    ("max_model_len", "0", "must be at least 1; got 0"),
+    ("max_model_len", -1.0, "must be an integer"),
     ("gpu_memory_utilization", 0, r"must be in \(0, 1\]"),
     ("gpu_memory_utilization", 1.1, r"must be in \(0, 1\]"),
     ("gpu_memory_utilization", float("nan"), r"must be in \(0, 1\]"),
     ("gpu_memory_utilization", "0.9", "must be a number; got '0.9'"),
     ("gpu_memory_utilization", True, "must be a number; got True"),
     ("kv_cache_memory_bytes", -1, "must be at least 1"),
+    ("kv_cache_memory_bytes", "auto", "must be an integer, or one like 8k"),
+    ("kv_cache_memory_bytes", "20GB", "must be an integer, or one like 8k"),
     ("num_gpu_blocks_override", 0, "must be at least 1"),
     ("block_size", 17, "must be 16, 32, 64 or 128; got 17"),
     ("block_size", 256, "must be 16, 32, 64 or 128"),
     ("stored_head_dim", 80, "must be 64, 128 or 256"),
+    ("kv_offloading_size", -0.5, "must be at least 0; got -0.5"),
+    ("kv_offloading_size", float("nan"), "must be at least 0"),
+    ("kv_offloading_size", 20 << 30, "must be at most 1048576"),
+    ("kv_offloading_size", "4", "must be a number; got '4'"),
     ("max_num_seqs", 0, "must be at least 1"),
     ("max_num_batched_tokens", -5, "must be at least 1"),
+    ("max_num_batched_tokens", "-1", "must be at least 1; got -1"),
     ("long_prefill_token_threshold", -1, "must be at least 0"),
     ("max_steps_in_flight", 0, "must be at least 1"),
     ("row_buckets", 5, "must be a list of positive integers; got 5"),
@@ -70,6 +96,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("attention_backend", "flash", "must be one of mosaic, triton, xla"),
     ("stacked_weights", "some", "must be one of none, vectors, all"),
     ("tensor_parallel_size", 0, "must be at least 1"),
+    ("enable_prefix_caching", 1, "must be True or False; got 1"),
+    ("step_timeout", -1, "must be at least 0; got -1"),
+    ("step_timeout", float("inf"), "must be finite"),
+    ("debug_poison_pages", 1, "must be True or False; got 1"),
     ("max_logprobs", 21, r"must be in \[0, 20\]"),
 ]
 
@@ -83,6 +113,14 @@ def test_a_bad_value_is_refused_with_name_rule_and_value(name: str, value: Any, 
 def test_each_field_that_has_a_rule_is_among_the_bad_ones():
     free = {"chat_template", "compilation_cache_dir"}
     assert {field.name for field in dataclasses.fields(EngineConfig)} - free == {b[0] for b in BAD}
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "num_bytes"), [(None, 0), (0, 0), (1, 2**30), (0.5, 2**29), (1e-12, 1)]
+)
+def test_the_hosts_part_of_the_cache_is_given_in_gibibytes(gibibytes, num_bytes):
+    config = EngineConfig.from_keywords(kv_offloading_size=gibibytes)
+    assert config.kv_offloading_bytes == num_bytes
 
 
 def test_names_in_the_api_are_kept_in_order_and_once():

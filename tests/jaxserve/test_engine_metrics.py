@@ -1,8 +1,10 @@
 import asyncio
 import dataclasses
+import re
 import time
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.async_llm_engine import AsyncLLMEngine, EngineState
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.messages import EngineStats
-from jaxserve.metrics.engine_metrics import EngineMetrics
+from jaxserve.metrics.engine_metrics import REJECTION_REASONS, EngineMetrics
 from jaxserve.metrics.histograms import HISTOGRAMS, Histogram
+from jaxserve.metrics.totals import STAGES
 from jaxserve.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.scheduling.scheduler import _NOT_FINITE
+from jaxserve.v1.metrics.reader import read_metrics
 from tests.engine_infos import make_info
 from tests.tiny_llm import MODEL, SETTINGS
 
@@ -52,11 +57,22 @@ def make_request(request_id: str = "r", num_prompt: int = 3, **params: Any) -> R
 
 
 def make_output(
-    stats: RequestStateStats, *, reason: str | None = None, request_id: str = "r", num: int = 1
+    stats: RequestStateStats,
+    *,
+    reason: str | None = None,
+    request_id: str = "r",
+    num: int = 1,
+    num_cached: int | None = None,
 ) -> RequestOutput:
     outputs = [CompletionOutput(i, "", [0], finish_reason=reason) for i in range(num)]
     return RequestOutput(
-        request_id, None, [0], outputs=outputs, finished=reason is not None, metrics=stats
+        request_id,
+        None,
+        [0],
+        outputs=outputs,
+        finished=reason is not None,
+        metrics=stats,
+        num_cached_tokens=num_cached,
     )
 
 
@@ -161,7 +177,7 @@ def test_each_sequence_counts_once_under_its_own_reason_in_deltas_and_in_cumulat
         shown = {} if is_delta else {0: "stop", 1: "length"}
         metrics.gave(request, output_of(shown | {2: "stop"}, finished=True))
         assert ended(metrics) == {"stop": 2, "length": 1}
-        assert value(metrics, "vllm_requests_total") == 1 and metrics._seen == {}
+        assert value(metrics, "vllm_requests_total") == 1 and metrics._requests._seen == {}
 
 
 def test_of_a_client_that_left_only_the_sequences_that_had_not_ended_are_aborted():
@@ -171,6 +187,99 @@ def test_of_a_client_that_left_only_the_sequences_that_had_not_ended_are_aborted
     metrics.aborted(make_request("never seen", n=2, temperature=1.0))
     assert ended(metrics) == {"stop": 1, "abort": 4}
     assert value(metrics, "vllm_requests_total") == 2
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_the_longest_sequence_of_a_request_is_observed_in_every_form_of_output(kind):
+    metrics = EngineMetrics(fake_engine())
+    request = make_request(n=2, temperature=1.0, output_kind=kind)
+
+    def give(tokens: dict[int, int], *, finished: bool) -> None:
+        outputs = [CompletionOutput(i, "", [0] * n) for i, n in tokens.items()]
+        stats = times(7, 12.0)
+        metrics.gave(request, RequestOutput("r", None, [0], None, outputs, finished, stats))
+
+    if kind is RequestOutputKind.DELTA:
+        give({0: 1, 1: 1}, finished=False)
+        give({1: 3}, finished=False)
+        give({0: 1, 1: 1}, finished=True)
+    else:
+        if kind is RequestOutputKind.CUMULATIVE:
+            give({0: 1, 1: 4}, finished=False)
+        give({0: 2, 1: 5}, finished=True)
+    assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 5
+    assert value(metrics, "vllm:request_generation_tokens_sum") == 7
+
+
+def test_the_length_of_the_one_sequence_is_the_longest():
+    metrics = EngineMetrics(fake_engine())
+    run_one_stream(metrics)
+    assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 3
+
+
+def test_prompt_tokens_are_told_apart_by_where_their_keys_came_from():
+    metrics, request = EngineMetrics(fake_engine()), make_request(num_prompt=40)
+    metrics.gave(request, make_output(times(1, 12.0), num_cached=32))
+    metrics.gave(request, make_output(times(2, 12.1), num_cached=32, reason="stop"))
+    metrics.gave(make_request(num_prompt=5), make_output(times(1, 12.0), reason="stop"))
+    assert value(metrics, "vllm:prompt_tokens_total") == 45
+    assert value(metrics, "vllm:prompt_tokens_cached_total") == 32
+    by_source = "vllm:prompt_tokens_by_source_total"
+    assert value(metrics, by_source, source="local_compute") == 13
+    assert value(metrics, by_source, source="local_cache_hit") == 32
+    assert value(metrics, "vllm:request_prefill_kv_computed_tokens_sum") == 13
+    assert value(metrics, "vllm:request_prefill_kv_computed_tokens_count") == 2
+
+
+def test_a_prompt_that_was_never_computed_is_not_observed_as_such():
+    metrics = EngineMetrics(fake_engine())
+    metrics.gave(make_request(), make_output(times(0, None), reason="error"))
+    assert value(metrics, "vllm:request_prefill_kv_computed_tokens_count") == 0
+
+
+def test_only_what_was_not_finite_counts_as_corrupted():
+    metrics = EngineMetrics(fake_engine())
+    for number, error in enumerate((_NOT_FINITE, "the step failed: RuntimeError")):
+        request_id = str(number)
+        output = make_output(times(1, 12.0), reason="error", request_id=request_id)
+        output.outputs[0].error = error
+        metrics.gave(make_request(request_id), output)
+    assert value(metrics, "vllm:corrupted_requests_total") == 1
+    assert ended(metrics) == {"error": 2}
+
+
+def test_the_engines_own_totals_are_shown_under_their_names():
+    metrics = EngineMetrics(fake_engine())
+    metrics.stepped(
+        EngineStats(
+            num_steps=1,
+            num_tokens=60,
+            num_padded_tokens=64,
+            num_compilations=2,
+            num_prefix_queries=50,
+            num_prefix_hits=32,
+            schedule_seconds=0.5,
+            collect_seconds=0.25,
+        )
+    )
+    assert value(metrics, "jaxserve:step_tokens_total") == 60
+    assert value(metrics, "jaxserve:step_padded_tokens_total") == 64
+    assert value(metrics, "jaxserve:compilations_total") == 2
+    for prefix in ("vllm:prefix_cache", "vllm:gpu_prefix_cache"):
+        assert value(metrics, f"{prefix}_queries_total") == 50
+        assert value(metrics, f"{prefix}_hits_total") == 32
+    stages = ("schedule", "build", "dispatch", "collect", "commit")
+    seconds = [value(metrics, "jaxserve:host_seconds_total", stage=stage) for stage in stages]
+    assert seconds == [0.5, 0, 0, 0.25, 0]
+
+
+def test_refused_requests_are_counted_by_the_setting_that_refused_them(caplog):
+    metrics, name = EngineMetrics(fake_engine()), "vllm:admission_rejections_total"
+    assert [value(metrics, name, reason=reason) for reason in REJECTION_REASONS] == [0, 0]
+    metrics.rejected("max_num_queued_reqs")
+    metrics.rejected("something else")
+    assert [value(metrics, name, reason=reason) for reason in REJECTION_REASONS] == [1, 0]
+    assert metrics.num_errors == 1
 
 
 def test_output_tokens_are_counted_as_steps_give_them_out():
@@ -199,7 +308,7 @@ def test_nothing_is_remembered_of_requests_that_have_left():
     metrics.gave(request, make_output(times(1, 12.0), request_id="gone"))
     metrics.aborted(request)
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
-    assert metrics._seen == {}
+    assert metrics._requests._seen == {}
 
 
 def test_steps_are_observed_with_their_tokens():
@@ -219,6 +328,9 @@ def test_gauges_are_those_of_the_engine_at_this_moment():
     engine.seconds_since_news = 7.0
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     assert [value(metrics, f"vllm:{name}") for name in gauges] == [3, 2, 0.25]
+    by_reason = "vllm:num_requests_waiting_by_reason"
+    reasons = [value(metrics, by_reason, reason=reason) for reason in ("capacity", "deferred")]
+    assert reasons == [2, 0]
     assert value(metrics, "jaxserve:seconds_since_engine_news") == 7
     facts = {"block_size": "16", "num_gpu_blocks": "9", "gpu_memory_utilization": "0.92"}
     assert value(metrics, "vllm:cache_config_info", **facts) == 1
@@ -280,7 +392,12 @@ def test_bugbank_R82_gauges_are_zero_within_a_second_after_all_streams_are_cance
         assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 50
         assert value(metrics, "vllm:generation_tokens_total") == engine.stats.num_generation_tokens
         assert engine.stats.num_generation_tokens > 0
-        assert metrics._seen == {} and metrics.num_errors == 0
+        num_tokens = value(metrics, "jaxserve:step_tokens_total")
+        num_padded = value(metrics, "jaxserve:step_padded_tokens_total")
+        assert num_tokens and num_padded and num_padded >= num_tokens
+        assert value(metrics, "jaxserve:compilations_total") == 0
+        assert all(value(metrics, "jaxserve:host_seconds_total", stage=stage) for stage in STAGES)
+        assert metrics._requests._seen == {} and metrics.num_errors == 0
 
     asyncio.run(run())
 
@@ -366,6 +483,13 @@ def test_help_lines_start_with_vllm_and_have_every_histogram():
     assert set(HISTOGRAMS) <= shown
     assert {"vllm:num_requests_running", "vllm:request_success_total"} <= shown
     assert {"vllm_requests_total", "vllm_ttft_seconds"} <= shown
+
+
+def test_the_documents_name_every_metric_of_the_engine_and_no_other():
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    tables = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    named = set(re.findall(r"`((?:vllm|jaxserve):\w+)`", tables))
+    assert named == {metric.name for metric in read_metrics(EngineMetrics(fake_engine()).collect())}
 
 
 def test_the_openmetrics_form_has_all_metrics_too():

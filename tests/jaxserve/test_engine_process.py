@@ -13,7 +13,9 @@ from jaxserve.distributed.messages import (
     AbortRequest,
     AddRequest,
     FromEngine,
+    PrefixCacheReset,
     RequestRefused,
+    ResetPrefixCache,
     Shutdown,
     StepNews,
     ToEngine,
@@ -129,6 +131,27 @@ def test_each_step_tells_how_many_output_tokens_were_given_out_so_far(peer):
         num_tokens += sum(len(update.new_token_ids) for update in step.updates)
         assert step.stats.num_generation_tokens == num_tokens
     assert num_tokens == 28
+
+
+def test_a_reset_is_answered_and_what_comes_after_it_finds_nothing(make_peer):
+    peer = make_peer(enable_prefix_caching=True)
+    for name, num_cached in (("a", 0), ("b", (len(LONG.prompt) - 1) // 16 * 16)):
+        peer.send(add(name, LONG.prompt, 20))
+        peer.turn_until_idle()
+        assert {update.num_cached_tokens for update in peer.updates_of(name)} == {num_cached}
+    assert num_cached > 0
+    peer.send(add("running", LONG.prompt, 20))
+    peer.turn()
+    peer.send(ResetPrefixCache(), add("c", LONG.prompt, 20))
+    peer.turn_until_idle()
+    assert peer.news.count(PrefixCacheReset()) == 1
+    assert {update.num_cached_tokens for update in peer.updates_of("c")} == {0}
+    assert all(peer.tokens_of(name) == list(LONG.tokens[:20]) for name in ("a", "b", "c"))
+    assert peer.tokens_of("running") == list(LONG.tokens[:20])
+    peer.send(ResetPrefixCache())  # an idle engine answers, too
+    peer.loop.turn()
+    assert peer.receive() == PrefixCacheReset()
+    assert_idle_and_sane(peer.engine)
 
 
 def abort_and_drain(peer: Peer, *names: str) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
-from jaxserve.execution import limits
 from jaxserve.execution.limits import Limits, choose_buckets, choose_limits
 from models.config import ModelConfig
 from models.loading.source import open_source
@@ -17,27 +16,17 @@ GIB = 2**30
 
 
 def limits_of(gpu_bytes: int | None = None, **settings: Any) -> Limits:
-    return choose_limits(EngineConfig(**settings), MODEL, is_gpu=gpu_bytes is not None)
-
-
-@pytest.fixture
-def gpu_of(monkeypatch: pytest.MonkeyPatch):
-    def set_memory(gpu_bytes: int | None) -> None:
-        stats = None if gpu_bytes is None else (gpu_bytes // 2, gpu_bytes)
-        monkeypatch.setattr(limits, "free_device_bytes", lambda _: stats)
-
-    return set_memory
+    is_gpu = gpu_bytes is not None
+    return choose_limits(EngineConfig(**settings), MODEL, is_gpu=is_gpu, device_bytes=gpu_bytes)
 
 
 def sizes(chosen: Limits) -> tuple[int, int]:
     return chosen.max_num_seqs, chosen.max_num_batched_tokens
 
 
-def test_defaults_follow_the_device(gpu_of) -> None:
+def test_defaults_follow_the_device() -> None:
     assert sizes(limits_of()) == (8, 256)
-    gpu_of(24 * GIB)
     assert sizes(limits_of(24 * GIB)) == (256, 2048)
-    gpu_of(141 * GIB)
     assert sizes(limits_of(141 * GIB)) == (1024, 8192)
 
 
@@ -56,7 +45,8 @@ def test_a_budget_below_the_sequences_that_are_asked_for_is_refused() -> None:
 
 def test_a_length_beyond_the_model_is_refused() -> None:
     longest = MODEL.max_position_embeddings
-    assert limits_of().max_model_len == limits_of(max_model_len=longest).max_model_len == longest
+    for asked in (None, "auto", longest):
+        assert limits_of(max_model_len=asked).max_model_len == longest
     with pytest.raises(EngineConfigError, match=f"{longest}; got {longest + 1}"):
         limits_of(max_model_len=longest + 1)
 

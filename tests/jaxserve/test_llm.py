@@ -287,9 +287,7 @@ def test_parameters_broken_after_they_were_made_are_refused(llm: LLM):
         llm.generate(PROMPTS[0], params, use_tqdm=False)
 
 
-@pytest.mark.parametrize(
-    "name", ["lora_request", "priority", "tokenization_kwargs", "mm_processor_kwargs"]
-)
+@pytest.mark.parametrize("name", ["lora_request", "tokenization_kwargs", "mm_processor_kwargs"])
 def test_arguments_of_later_releases_are_refused_by_name(llm: LLM, name: str):
     arguments: dict[str, Any] = {name: [1]}
     for call in (llm.generate, llm.chat):

@@ -6,23 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import engine_builder
-from jaxserve.config import EngineConfig
-from jaxserve.engine_builder import BuiltEngine, build_engine
 from jaxserve.errors import EngineConfigError
-from jaxserve.execution import limits, memory_plan
+from jaxserve.execution import memory_plan
 from jaxserve.execution.memory_plan import (
-    RESERVED_BYTES,
+    DeviceMemory,
     MemoryBill,
     PlanMemory,
     RememberedPlan,
     count_tokens,
     free_device_bytes,
-    free_mesh_bytes,
 )
 from jaxserve.execution.page_plan import PAGE_COUNT_STEP
-from jaxserve.execution.programs import ProgramTable
-from tests.goldens_loader import GOLDENS_FOLDER
+from tests.jaxserve.simulated_gpu import SimulatedGPU
 
 PLAN = RememberedPlan((2048, 77), 12345)
 
@@ -110,9 +105,11 @@ def test_a_device_tells_what_is_free_or_nothing() -> None:
 def test_of_several_devices_the_one_with_the_least_counts() -> None:
     fuller = Device({"bytes_limit": 100, "bytes_in_use": 60})
     smaller = Device({"bytes_limit": 90, "bytes_in_use": 30})
-    assert free_mesh_bytes([fuller, smaller]) == (40, 90)
-    assert free_mesh_bytes([fuller, Device(None)]) is None
-    assert free_mesh_bytes([]) is None
+    memory = DeviceMemory.of_devices([fuller, smaller])
+    assert memory == DeviceMemory(limit_bytes=90, free_bytes=40)
+    assert memory is not None and memory.less(50) == DeviceMemory(limit_bytes=90, free_bytes=-10)
+    assert DeviceMemory.of_devices([fuller, Device(None)]) is None
+    assert DeviceMemory.of_devices([]) is None
 
 
 def test_tokens_that_fit_are_those_of_full_groups_if_there_are_any() -> None:
@@ -127,50 +124,23 @@ def test_the_bill_names_every_part() -> None:
         weight_bytes=3 << 30,
         page_bytes=2 << 30,
         temporary_bytes=1 << 29,
+        reserved_bytes=1 << 29,
+        left_bytes=2 << 30,
         num_pages=(1024,),
         windows=(None,),
         num_tokens=16368,
+        host_page_bytes=0,
+        num_host_pages=0,
     )
     assert str(bill) == (
         "memory of 8.00 GiB: weights 3.00 GiB, pages 2.00 GiB (1024 pages, 16368 tokens), "
         "temporaries 0.50 GiB"
     )
     assert str(replace(bill, device_bytes=0)).startswith("memory on this host: ")
+    tier = replace(bill, host_page_bytes=5 << 30, num_host_pages=2560)
+    assert str(tier) == f"{bill}; host tier 5.00 GiB (2560 pages)"
     groups = replace(bill, num_pages=(1024, 512), windows=(None, 4096))
     assert "(1024 pages + 512 pages of window 4096, 16368 tokens)" in str(groups)
-
-
-class SimulatedGPU:
-    """A device that tells its free bytes, and starts that compile nothing.
-
-    Attributes:
-      free_bytes: what the device tells.
-      num_measurements: how often the largest step was measured.
-    """
-
-    temporary_bytes = 3_000_000
-    page_bytes = 16 * 2 * 2 * 2 * 64 * 4  # of llama_gqa in float32
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        self.free_bytes, self.num_measurements = 0, 0
-        limit = 1 << 40
-        for module in (memory_plan, limits):
-            monkeypatch.setattr(module, "free_device_bytes", lambda _: (self.free_bytes, limit))
-        monkeypatch.setattr(engine_builder, "configure_jax", lambda **_: folder)
-        monkeypatch.setattr(ProgramTable, "compile_all", lambda *_, **__: 0.0)
-        monkeypatch.setattr(ProgramTable, "measure_temporaries", self._measure)
-
-    def _measure(self, *_: object) -> int:
-        self.num_measurements += 1
-        return self.temporary_bytes
-
-    def start(self, room_in_pages: float, **settings) -> BuiltEngine:
-        """Start with room for so many pages beside temporaries and reserve."""
-        self.free_bytes = RESERVED_BYTES + self.temporary_bytes
-        self.free_bytes += int(room_in_pages * self.page_bytes)
-        defaults = {"max_num_seqs": 8, "row_buckets": (8,), "token_buckets": (64,)}
-        config = {"model": str(GOLDENS_FOLDER / "llama_gqa"), **defaults, **settings}
-        return build_engine(EngineConfig(**config))
 
 
 @pytest.fixture

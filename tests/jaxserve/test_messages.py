@@ -1,5 +1,6 @@
 """Frames between the processes: what is encoded comes back, and nothing else is taken."""
 
+import dataclasses
 import random
 
 import msgspec
@@ -12,6 +13,8 @@ from jaxserve.distributed.messages import (
     AddRequest,
     BadFrameError,
     EngineStats,
+    PrefixCacheReset,
+    ResetPrefixCache,
     Shutdown,
     StartProgressed,
     StepNews,
@@ -47,7 +50,12 @@ def test_a_request_comes_back_as_it_was():
         eos_token_ids=(2, 3),
         arrival_seconds=12.5,
         priority=-1,
+        cache_salt="tenant é",
+        timeout_seconds=2.5,
+        ttft_goal_seconds=0.25,
+        tpot_goal_seconds=0.01,
     )
+    assert all(getattr(request, field.name) for field in dataclasses.fields(request))
     message = decode_to_engine(body_of(encode_frame(AddRequest.of(request))))
     assert isinstance(message, AddRequest)
     assert message.request() == request
@@ -58,6 +66,7 @@ def test_a_request_comes_back_as_it_was():
     [
         AbortRequest("x"),
         Shutdown(),
+        ResetPrefixCache(),
         StopAbort(request_id="x", index=1, num_output_tokens=4, stop=None),
     ],
 )
@@ -81,6 +90,10 @@ def test_news_of_a_step_come_back_with_log_probabilities():
     ]
     news = StepNews(updates, EngineStats(num_running=2, kv_cache_usage=0.25))
     assert decode_from_engine(body_of(encode_frame(news))) == news
+
+
+def test_news_of_a_reset_come_back():
+    assert decode_from_engine(body_of(encode_frame(PrefixCacheReset()))) == PrefixCacheReset()
 
 
 def test_a_message_of_the_other_direction_is_none():

@@ -1,13 +1,15 @@
 """ModelRunner: uploads, donation, and what steps leave alone in a real model's cache."""
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.engine import Engine
 from jaxserve.execution import limits
 from jaxserve.execution.buckets import BucketTable
-from jaxserve.execution.programs import ProgramTable
+from jaxserve.execution.page_functions import PAGE_CHUNK_SIZES, PageChunk
+from jaxserve.execution.programs import CompilationCounter, ProgramTable
 from jaxserve.execution.sample_mode import SampleMode
 from tests.engine_runs import (
     add_request,
@@ -19,9 +21,11 @@ from tests.engine_runs import (
     with_scheduler,
 )
 from tests.goldens_loader import GOLDENS_FOLDER, load_golden
+from tests.jaxserve.page_moves import moves_of
 
 GOLDEN = load_golden("llama_gqa")
 NUM_ROWS = 256
+NUM_SLOTS, PAGE_BYTES = 6, 2 * 2 * 16 * 2 * 64 * 4
 
 
 @pytest.fixture
@@ -137,3 +141,75 @@ def test_a_steady_decode_step_of_256_rows_uploads_at_most_16_kib(wide_engine: En
     assert 0 < max(steady) <= 16 << 10
     assert len(updates) == NUM_ROWS
     assert all(tokens == list(case.tokens[:40]) for tokens in updates.values())
+
+
+@pytest.fixture(scope="module")
+def tiered_engine() -> Engine:
+    """One row, six host slots, and the programs that a greedy request needs."""
+    table = BucketTable((1,), (64,), (1,))
+    decode, mixed = table.all()
+    chunk = PageChunk(0, PAGE_CHUNK_SIZES[0])
+    keys = (
+        ("forward", mixed, None),
+        ("decode", decode, SampleMode.GREEDY),
+        ("sample", 1, SampleMode.GREEDY),
+        ("read_pages", chunk, None),
+        ("write_pages", chunk, None),
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(limits, "make_bucket_table", lambda **_: table)
+        monkeypatch.setattr(ProgramTable, "keys", lambda _: keys)
+        built = make_engine(
+            GOLDENS_FOLDER / "llama_gqa",
+            max_num_seqs=1,
+            max_steps_in_flight=1,
+            kv_offloading_size=NUM_SLOTS * PAGE_BYTES / 2**30,
+        )
+    mover = built.engine.runner.page_mover
+    assert mover is not None and mover.seconds_per_page is not None
+    assert built.engine.scheduler._config.num_host_pages == NUM_SLOTS
+    assert (built.bill.num_host_pages, built.bill.page_bytes) == (NUM_SLOTS, 257 * PAGE_BYTES)
+    assert built.bill.host_page_bytes == mover._host_pages.num_bytes == NUM_SLOTS * PAGE_BYTES
+    return built.engine
+
+
+def test_pages_that_went_to_the_host_and_came_back_give_the_same_tokens(tiered_engine) -> None:
+    engine, case, tokens = tiered_engine, GOLDEN.alone, []
+    runner, mover = engine.runner, engine.runner.page_mover
+    zeros = NUM_SLOTS - 1
+    mover._host_pages.k_pages[0][zeros] = mover._host_pages.v_pages[0][zeros] = 0
+    add_request(engine, "r", case.prompt, greedy(40))
+    num_moved, counter = 0, CompilationCounter()
+    while (output := engine.scheduler.schedule()) is not None:
+        row = output.rows[0]
+        held = row.sequence.page_tables[0][: -(-row.start // 16)]
+        moves = tuple(moves_of(0, held, [3, 0, 2, 1, 4][: len(held)]))
+        # Before each step the pages go to the host, and zeros take their place.
+        runner._cache = mover.apply(moves, moves_of(0, held, [zeros] * len(held)), runner._cache)
+        assert not cached(engine)[:, :, held].any()
+        step = msgspec.structs.replace(output, fetches=moves)
+        result = runner.collect(runner.dispatch(engine._builder.build(step)))
+        for update in engine.scheduler.commit(output, result):
+            tokens += update.new_token_ids
+        num_moved += len(held)
+    assert tuple(tokens) == case.tokens[:40]
+    assert mover.num_offloaded_bytes == num_moved * PAGE_BYTES
+    assert mover.num_fetched_bytes == 2 * num_moved * PAGE_BYTES > 0
+    assert counter.count == 0
+
+
+def test_a_step_offloads_what_its_pages_held_before_it(tiered_engine) -> None:
+    engine = with_empty_cache(tiered_engine)
+    runner, mover = engine.runner, engine.runner.page_mover
+    assert mover is not None
+    mover._host_pages.k_pages[0][3] = 7
+    add_request(engine, "r", GOLDEN.alone.prompt, greedy(1))
+    output = engine.scheduler.schedule()
+    assert output is not None
+    row = output.rows[0]
+    page = row.sequence.page_tables[0][row.start // 16]
+    step = msgspec.structs.replace(output, offloads=tuple(moves_of(0, [page], [3])))
+    result = runner.collect(runner.dispatch(engine._builder.build(step)))
+    mover.land_all()
+    assert cached(engine)[0, :, page].any() and not mover._host_pages.k_pages[0][3].any()
+    engine.scheduler.commit(output, result)

@@ -71,7 +71,9 @@ def test_cumulative_outputs_hold_all_so_far():
     outputs = run(
         processor,
         make_update("ab"),
-        make_update("c", finish_reason=FinishReason.LENGTH, num_cached_tokens=2),
+        make_update(
+            "c", finish_reason=FinishReason.LENGTH, num_cached_tokens=2, scheduled_seconds=99.5
+        ),
     )
     assert [output.outputs[0].text for output in outputs] == ["ab", "abc"]
     assert [output.finished for output in outputs] == [False, True]
@@ -406,7 +408,10 @@ def test_text_that_is_made_at_the_end_is_that_of_deltas(end: FinishReason, is_ke
         processor.add(make_request(n=2, include_stop_str_in_output=is_kept, output_kind=kind))
         updates = [make_update("a$"), make_update("x\xc3", 1), make_update("\xc3b")]
         updates += [make_update("c", finish_reason=end, num_preemptions=2)]
-        updates += [make_update("", 1, finish_reason=FinishReason.ABORT, num_cached_tokens=1)]
+        ended = make_update(
+            "", 1, finish_reason=FinishReason.ABORT, num_cached_tokens=1, scheduled_seconds=99.5
+        )
+        updates += [ended]
         total = RequestOutput("r", None, [65, 66])
         *_, last = outputs = run(processor, *updates)
         for output in outputs:
@@ -417,6 +422,39 @@ def test_text_that_is_made_at_the_end_is_that_of_deltas(end: FinishReason, is_ke
     assert texts[FINAL_ONLY] == texts[DELTA]
     ends = "" if end is FinishReason.STOP and not is_kept else "c"
     assert texts[DELTA][0][0] == f"a\ufffdb{ends}"
+
+
+@pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE, FINAL_ONLY])
+@pytest.mark.parametrize("first", [0, 1])
+def test_cached_tokens_are_those_that_the_first_sequence_found(kind, first: int):
+    """Its siblings find the prompt that it computed; the client's prompt counts once."""
+    processor = make_processor()
+    processor.add(make_request(n=3, output_kind=kind))
+    found = {0: (48, 101.0), 1: (48, 102.0), 2: (0, None)} | {first: (16, 100.5)}
+    updates = [
+        make_update("x" if seconds else "", index, num_cached_tokens=count,
+                    scheduled_seconds=seconds, finish_reason=FinishReason.TIMEOUT)
+        for index, (count, seconds) in sorted(found.items(), key=lambda item: item[1][1] or 200)
+    ]  # fmt: skip
+    outputs = run(processor, *updates)
+    assert [output.num_cached_tokens for output in outputs] == [16] * len(outputs)
+    assert outputs[-1].finished and outputs[-1].outputs[-1].finish_reason == "timeout"
+
+
+def test_a_request_that_timed_out_keeps_its_text_and_one_that_never_ran_has_none():
+    processor = make_processor()
+    for name in ("ran", "waited"):
+        processor.add(make_request(name, output_kind=FINAL_ONLY))
+    end = FinishReason.TIMEOUT
+    ran, waited = run(
+        processor,
+        make_update("ab", request_id="ran", scheduled_seconds=100.0),
+        make_update("", request_id="ran", scheduled_seconds=100.0, finish_reason=end),
+        make_update("", request_id="waited", finish_reason=end),
+    )
+    for output, text, seconds in ((ran, "ab", 100.0), (waited, "", None)):
+        assert output.metrics is not None and output.metrics.scheduled_ts == seconds
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text, "timeout")
 
 
 def test_a_final_only_request_with_stop_strings_still_ends_at_once():

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.buckets import Bucket, BucketTable
 from jaxserve.execution.device_state import DeviceState
+from jaxserve.execution.page_functions import PAGE_CHUNK_SIZES, PageChunk
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.programs import (
     CompilationCounter,
@@ -42,7 +43,7 @@ NEEDED: tuple[ProgramKey, ...] = (
 class SmallTable:
     """A table for llama_gqa in float32 with so many pages, and the arrays for it."""
 
-    def __init__(self, num_pages: int, buckets: BucketTable = BUCKETS):
+    def __init__(self, num_pages: int, buckets: BucketTable = BUCKETS, *, num_host_pages: int = 0):
         self.sharder = Sharder(make_mesh())
         raw = open_source(GOLDENS_FOLDER / "llama_gqa", "auto").config_dict()
         config = ModelConfig.from_dict(raw)
@@ -62,6 +63,7 @@ class SmallTable:
             num_pages=self.pages,
             max_pages_per_seq=MAX_PAGES,
             vocab_size=config.vocab_size,
+            num_host_pages=num_host_pages,
         )
         self.state = DeviceState.abstract(
             self.sharder, max_num_seqs=2, max_pages=MAX_PAGES, num_groups=1
@@ -136,6 +138,10 @@ def test_the_programs_of_an_engine_are_named_before_any_is_compiled() -> None:
     expected |= {("decode", b, m) for b in decode for m in (SampleMode.GREEDY, SampleMode.SAMPLED)}
     expected |= {("sample", num_rows, mode) for num_rows in (2,) for mode in SampleMode}
     assert len(keys) == len(set(keys)) and set(keys) == expected
+    with_host = SmallTable(64, BucketTable((1, 2), (16, 32), (2,)), num_host_pages=3).table.keys()
+    chunks = [PageChunk(0, size) for size in PAGE_CHUNK_SIZES]
+    moves = {(kind, chunk, None) for chunk in chunks for kind in ("read_pages", "write_pages")}
+    assert with_host[: len(keys)] == keys and set(with_host[len(keys) :]) == moves
 
 
 def test_a_program_that_was_not_planned_is_an_error_and_no_compilation(
@@ -169,7 +175,13 @@ def test_progress_counts_up_to_the_number_of_programs(monkeypatch: pytest.Monkey
 def test_a_second_start_lowers_and_compiles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys: tuple[ProgramKey, ...] = (("sample", 2, SampleMode.GREEDY), ("admit", None, None))
+    chunk = PageChunk(0, PAGE_CHUNK_SIZES[0])
+    keys: tuple[ProgramKey, ...] = (
+        ("sample", 2, SampleMode.GREEDY),
+        ("admit", None, None),
+        ("read_pages", chunk, None),
+        ("write_pages", chunk, None),
+    )
     store = ProgramStore(tmp_path, jax.devices()[:1])
 
     def start(small: SmallTable) -> int:
@@ -179,14 +191,20 @@ def test_a_second_start_lowers_and_compiles_nothing(
         small.table.compile_all(
             num_threads=2, store=store, progress=lambda done, total: calls.append((done, total))
         )
-        assert calls == [(1, 2), (2, 2)]
+        assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
         return counter.count
 
-    tables = [SmallTable(64), SmallTable(64)]
-    assert [start(small) for small in tables] == [2, 0]
+    tables = [SmallTable(64, num_host_pages=2), SmallTable(64, num_host_pages=2)]
+    assert [start(small) for small in tables] == [4, 0]
     state, packed = tables[1].sharder.zeros(tables[1].state), tables[1].builder.admission_layout
     state = tables[1].table.admit()(state, packed.empty(2))
     assert not state.slots.any()
+    cache = allocate_cache(tables[1].geometries, tables[1].pages, tables[1].sharder).groups[0]
+    ids = np.zeros(chunk.num_pages, np.int32)
+    page = tables[1].table.read_pages(chunk)(cache.k_pages, cache.v_pages, ids)
+    ones = [np.ones(array.shape, array.dtype) for array in page]
+    written = tables[1].table.write_pages(chunk)(cache.k_pages, cache.v_pages, ids, *ones)
+    assert all(np.asarray(pages[:, 0] == 1).all() and not pages[:, 1:].any() for pages in written)
     infos = [str(small.table.sample(2, SampleMode.GREEDY).args_info) for small in tables]
     assert infos[0] == infos[1]
 

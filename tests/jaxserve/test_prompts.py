@@ -16,6 +16,7 @@ from jaxserve.processing.prompts import (
     list_prompts,
     parse_prompt,
 )
+from jaxserve.processing.request_options import RequestOptions
 from jaxserve.sampling_params import SamplingParams
 from tests.jaxserve.small_tokenizers import byte_level, words
 
@@ -83,6 +84,14 @@ def test_text_is_encoded_and_kept():
     assert parse_prompt(both, tokenizer, 9) == ParsedPrompt((1,), "a b")
 
 
+def test_a_dict_may_hold_what_the_prompt_asks_besides():
+    options = {"cache_salt": "s", "timeout": 5, "ttft_goal_ms": 250, "tpot_goal_ms": None}
+    expected = RequestOptions(cache_salt="s", timeout_seconds=5.0, ttft_goal_seconds=0.25)
+    for prompt in ({"prompt": "a b"}, {"prompt_token_ids": [0, 1], "prompt": "a b"}):
+        parsed = parse_prompt(prompt | options, words(), 9)
+        assert parsed == ParsedPrompt((0, 1), "a b", expected)
+
+
 def test_text_whose_ids_the_model_lacks_is_refused():
     with pytest.raises(InvalidRequestError, match=r"must hold integers in \[0, 1\); got 1"):
         parse_prompt("a b", words(), 1)
@@ -98,6 +107,8 @@ def test_text_whose_ids_the_model_lacks_is_refused():
         ({"prompt": 3}, "prompt must be text; got 3"),
         ({"prompt_token_ids": "abc"}, "prompt_token_ids must be a list of integers"),
         ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data is not supported"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt must be text of 1 to 1024 characters"),
+        ({"prompt": "a", "timeout": 0}, "timeout must be greater than 0; got 0"),
         (3, "prompt must be text, a list of token ids, or a dict; got 3"),
         ("a \udc80", "text must be valid Unicode"),
     ],

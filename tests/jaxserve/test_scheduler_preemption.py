@@ -142,7 +142,7 @@ def test_no_one_is_admitted_while_a_preempted_sequence_is_leaving_ahead():
     engine = SimulatedEngine(make_scheduler(max_steps_in_flight=9))
     engine.add(make_sequence("a", seed=1), make_sequence("b", seed=2))
     engine.dispatch()
-    engine.scheduler._roster.preempt_newest()
+    engine.scheduler._roster.preempt_last()
     engine.add(make_sequence("tiny", 1, seed=3))
     output = engine.dispatch()
     assert output is not None and sizes(output) == {"a": 1}

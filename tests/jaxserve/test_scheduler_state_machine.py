@@ -30,6 +30,7 @@ MAX_MODEL_LEN = 14
 num_window_pages_freed = Counter[str]()
 num_cached_tokens = Counter[str]()
 num_late = Counter[str]()
+num_moves = Counter[str]()
 """What the histories came across; a law that was never put to use proves nothing."""
 
 
@@ -65,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
         enable_prefix_caching=st.booleans(),
         max_queue_seconds=st.sampled_from([None, None, 2.0]),
+        num_host_pages=st.sampled_from([0, 1, 3, 8]),
     )
     def start(
         self,
@@ -77,8 +79,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark,
         enable_prefix_caching,
         max_queue_seconds,
+        num_host_pages,
     ):
-        self.now = 0.0
+        self.now, self.num_host_pages = 0.0, num_host_pages
         budget = max_num_seqs * max_decode_row_tokens + 2
         longest_row = max(threshold or budget, max_decode_row_tokens)
         longest_row += (max_steps_in_flight - 1) * (max_decode_row_tokens - 1)
@@ -109,7 +112,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if window is not None:
             needed = most_pages(MAX_MODEL_LEN, page_size, window, self.longest_row)
             num_usable = min(num_usable, needed + max(0, num_spare_tokens) // page_size)
-        return PagePool(1 + num_usable, page_size, sliding_window=window)
+        return PagePool(
+            1 + num_usable,
+            page_size,
+            sliding_window=window,
+            num_host_pages=self.num_host_pages,
+        )
 
     @rule(
         prompt=st.one_of(st.integers(1, 5), st.integers(1, MAX_MODEL_LEN)),
@@ -120,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 2, 4]),
         shared=st.tuples(st.integers(1, 2), st.integers(0, MAX_MODEL_LEN)),
         cache_salt=st.sampled_from([None, None, "salt"]),
-        timeout=st.sampled_from([None, None, None, 1.0, 4.0]),
+        timeout=st.sampled_from([None, None, 0.5, 1.0]),
     )
     def add(self, prompt, max_tokens, min_tokens, ignore_eos, has_stop_id, n, **others):
         name = f"r{len(self.sequences)}"
@@ -261,6 +269,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.drain(self.engine.num_steps + self.max_steps)
         num_cached = self.engine.device.num_cached_tokens
         num_cached_tokens["all"] += num_cached
+        num_moves["offloads"] += self.engine.device.num_offloads
+        num_moves["fetches"] += self.engine.device.num_fetches
         assert not self.scheduler._roster.prefixes._promised
         if self.scheduler.num_window_pages_freed:
             num_cached_tokens["windows"] += num_cached
@@ -305,10 +315,12 @@ def test_every_short_history_keeps_the_laws():
     num_window_pages_freed.clear()
     num_cached_tokens.clear()
     num_late.clear()
+    num_moves.clear()
     run_state_machine_as_test(SchedulerMachine, settings=_QUICK)
     assert min(num_window_pages_freed["all"], num_window_pages_freed["preempting"]) > 100
     assert min(num_cached_tokens[name] for name in ("all", "windows", "preempting")) > 100
-    assert min(num_late["running"], num_late["waiting"]) > 20
+    assert min(num_moves["offloads"], num_moves["fetches"]) > 20
+    assert min(num_late["running"], num_late["waiting"]) > 5
 
 
 @pytest.mark.bugbank

@@ -20,6 +20,7 @@ from tests.jaxserve.scheduler_builders import make_scheduler
         ({"token_buckets": (8, 32)}, "token_buckets must end with at least 64"),
         ({"row_buckets": (2,)}, "row_buckets must end with at least 4"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be at least 0"),
+        ({"num_host_pages": -1}, "num_host_pages must be at least 0; got -1"),
         ({"watermark": 1.0}, r"watermark must be in \[0, 1\); got 1.0"),
     ],
 )

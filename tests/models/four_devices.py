@@ -81,13 +81,14 @@ def greedy_engine_on(num_devices: int, folder: Path = GOLDEN.folder) -> Engine:
     """The same with the programs of greedy requests only: it starts in less than half the time."""
     keys_of = ProgramTable.keys
 
-    def is_used(kind: str, bucket: Bucket | int | None, mode: SampleMode | None) -> bool:
+    def is_used(key: ProgramKey) -> bool:
+        kind, bucket, mode = key
         if kind == "forward":
             return isinstance(bucket, Bucket) and not bucket.is_decode_only
         return mode in (None, SampleMode.GREEDY)
 
     def keys(table: ProgramTable) -> tuple[ProgramKey, ...]:
-        return tuple(key for key in keys_of(table) if is_used(*key))
+        return tuple(key for key in keys_of(table) if is_used(key))
 
     with mock.patch.object(ProgramTable, "keys", keys):
         return engine_on(num_devices, folder)

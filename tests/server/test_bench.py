@@ -99,6 +99,24 @@ def test_the_command_prints_a_line_a_test_and_appends_it_to_the_file(
     (config,) = configs
     assert (config.row_buckets, config.token_buckets) == ((2, 4), (32, 64))
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (4, 64)
+    assert not config.enable_prefix_caching
+
+
+@pytest.mark.parametrize("words", [["--enable-prefix-caching"], ["--config", "FILE"]])
+def test_prompts_are_computed_again_unless_the_cache_is_asked_for(
+    words: list[str], llm: LLM, monkeypatch, capsys, tmp_path: Path
+):
+    path = tmp_path / "bench.yaml"
+    path.write_text("enable-prefix-caching: true\n")
+    configs = []
+    monkeypatch.setattr(bench.LLM, "from_config", lambda config: configs.append(config) or llm)
+    monkeypatch.setitem(bench.WORKLOADS, "single", lambda vocab_size: make_workload("latency"))
+    words = [str(path) if word == "FILE" else word for word in words]
+    assert main(["bench", "latency", "--tests", "single", "--runs", "1", *words]) == 0
+    assert [config.enable_prefix_caching for config in configs] == [True]
+    with pytest.raises(SystemExit):
+        main(["bench", "--help=enable-prefix-caching"])
+    assert "(default: True)" not in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_boolean_of_the_file_can_be_taken_back(path):
         ("1: 1", "1 is not a flag"),
         ("config: x", "'config' is not a flag"),
         ("help: all", "'help' is not a flag"),
-        ("port: many", "port must be an integer, or one like 8k or 8K; got 'many'"),
+        ("port: many", "port must be an integer, or one like 8k (8000), 8K or 8KiB (8192); got 'm"),
         ("port: [1]", "port must be one text or number; got [1]"),
         ("gpu_memory_utilization: x", "gpu_memory_utilization must be a number; got 'x'"),
         ("trust-remote-code: 1", "trust-remote-code must be true or false; got 1"),

@@ -47,6 +47,7 @@ VALUES: list[Any] = [
 NAMES = [
     *sorted(CHAT.keys() | COMPLETION.keys() | TOKENIZE.keys()),
     "suffix", "user", "logit_bias", "bad_words", "allowed_token_ids", "cache_salt", "priority",
+    "timeout", "ttft_goal_ms", "tpot_goal_ms", "skip_reading_prefix_cache",
     "request_id", "documents", "reasoning_effort", "chat_template", "structured_outputs",
     "prompt_logprobs", "prompt_embeds", "vllm_xargs", "functions", "best_of", "unknown", "\r\nx",
     "continue_final_message", "add_generation_prompt", "max_completion_tokens", "stream_interval",

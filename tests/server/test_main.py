@@ -66,7 +66,7 @@ def test_without_a_command_the_help_is_shown(capsys):
     ("name", "message"),
     [
         ("serv", "got 'serv'; did you mean serve?"),
-        ("x", "COMMAND must be one of serve, generate, chat, complete, run-batch, bench; got 'x'"),
+        ("x", "must be one of serve, generate, chat, complete, run-batch, plan, bench; got 'x'"),
         ("collect-env", "collect-env is not supported in this release"),
     ],
 )
@@ -124,7 +124,7 @@ def test_help_all_names_every_flag_and_no_unsupported_one(name, capsys):
     ("topic", "first_line"),
     [
         ("port", "--port N  port to listen at (default: 8000)"),
-        ("--max_model_len", "--max-model-len N  tokens of prompt and output together"),
+        ("--max_num_seqs", "--max-num-seqs N  sequences that run at the same time"),
         ("-tp", "-tp N, --tensor-parallel-size N"),
         ("memory", "memory:"),
         ("SchedulerConfig", "scheduler:"),

@@ -16,6 +16,7 @@ from jaxserve.async_llm_engine import EngineState
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.messages import EngineStats
 from server.routes.metrics import HttpMetrics, attach_metrics, metrics_route
+from tests.server.scripted_engine import Served
 
 
 def fake_engine() -> Any:
@@ -124,3 +125,31 @@ def test_paths_and_methods_that_clients_invent_add_no_series(registry):
     assert count(registry, "none", "4xx", "other") == 20
     shown = client.get("/metrics").text
     assert "secret" not in shown and "METHOD" not in shown
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_num_queued_reqs": 1}, "max_num_queued_reqs"),
+        ({"max_num_queued_reqs": 9, "max_num_queued_tokens": 2}, "max_num_queued_tokens"),
+    ],
+)
+def test_requests_that_find_the_queue_full_are_counted_by_the_setting(limits, reason):
+    async def run() -> str:
+        async with Served(**limits) as served:
+            served.process.hold()
+            first = asyncio.create_task(served.complete("abc"))
+            async with asyncio.timeout(10):
+                while not served.process.added:
+                    await asyncio.sleep(0.001)
+            for _ in range(2):
+                assert (await served.complete("abc")).status_code == 429
+            served.process.release()
+            await first
+            return (await served.client.get("/metrics")).text
+
+    families = text_string_to_metric_families(asyncio.run(run()))
+    (family,) = [f for f in families if f.name == "vllm:admission_rejections"]
+    counts = {sample.labels["reason"]: sample.value for sample in family.samples}
+    other = ({"max_num_queued_reqs", "max_num_queued_tokens"} - {reason}).pop()
+    assert counts == {reason: 2, other: 0}

@@ -8,6 +8,7 @@ import pytest
 
 import server
 from jaxserve.errors import InvalidRequestError
+from jaxserve.processing.request_options import NO_OPTIONS, RequestOptions
 from jaxserve.sampling_params import SamplingParams
 from server.protocol.chat import chat_options, chat_sampling_params, decode_chat_request
 from server.protocol.completion import (
@@ -16,6 +17,7 @@ from server.protocol.completion import (
     decode_completion_request,
     list_prompts,
 )
+from server.protocol.sampling import make_request_options
 from server.protocol.typed_body import ignored_fields_header
 
 DEFAULTS = SamplingParams()
@@ -37,14 +39,13 @@ def refused(decode: Any, name: str, **fields: Any) -> str:
         is_completion = isinstance(request, CompletionRequest)
         make = completion_sampling_params if is_completion else chat_sampling_params
         make(request, DEFAULTS)
+        make_request_options(request)
         chat_options(request)
     assert caught.value.parameter == name, str(caught.value)
     return str(caught.value)
 
 
 REFUSED_EVERYWHERE: dict[str, Any] = {
-    "cache_salt": "salt",
-    "priority": 3,
     "truncate_prompt_tokens": -1,
     "truncation_side": "left",
     "use_beam_search": True,
@@ -133,6 +134,10 @@ WRONG: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 10**40), ("max_tokens", [1]),
     ("stream", "yes"), ("stream", 1), ("model", 5), ("model", "x" * 600), ("stream_interval", 0),
     ("request_id", ""), ("request_id", "a\nb"), ("request_id", "x" * 200), ("request_id", 7),
+    ("priority", 1.5), ("priority", "x"), ("priority", True), ("skip_reading_prefix_cache", 1),
+    ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", "x" * 1025), ("timeout", 0),
+    ("timeout", -1), ("timeout", True), ("timeout", "1s"), ("timeout", 10**400),
+    ("timeout", float("inf")), ("ttft_goal_ms", 0), ("tpot_goal_ms", -5), ("tpot_goal_ms", "x"),
     ("ignore_eos", 1), ("logit_bias", []), ("logit_bias", {"5": "x"}), ("logit_bias", {"5": 1e39}),
 ]  # fmt: skip
 
@@ -223,6 +228,7 @@ def test_every_parameter_reaches_the_engine():
         "stop": ["x"], "stop_token_ids": [9], "include_stop_str_in_output": True,
         "ignore_eos": True, "min_tokens": 2, "skip_special_tokens": False,
         "spaces_between_special_tokens": False, "stream_interval": 3, "max_tokens": 8,
+        "skip_reading_prefix_cache": True,
     }  # fmt: skip
     for params in (
         chat_sampling_params(chat(logprobs=True, top_logprobs=2, **fields), DEFAULTS),
@@ -234,6 +240,20 @@ def test_every_parameter_reaches_the_engine():
     assert chat_sampling_params(chat(logprobs=True), DEFAULTS).logprobs == 0
     assert chat_sampling_params(chat(logprobs=False), DEFAULTS).logprobs is None
     assert completion_sampling_params(completion(logprobs=0), DEFAULTS).logprobs == 0
+
+
+@pytest.mark.parametrize("decode", [chat, completion])
+def test_salt_deadline_and_goals_are_the_clients_and_the_deadline_else_the_servers(decode):
+    request = decode(cache_salt="s" * 1024, timeout=3, ttft_goal_ms=500, tpot_goal_ms=12.5)
+    expected = RequestOptions(
+        cache_salt="s" * 1024,
+        timeout_seconds=3.0,
+        ttft_goal_seconds=0.5,
+        tpot_goal_seconds=0.0125,
+    )
+    assert make_request_options(request, 60.0) == make_request_options(request) == expected
+    assert make_request_options(decode(), 60.0) == RequestOptions(timeout_seconds=60.0)
+    assert make_request_options(decode()) == NO_OPTIONS
 
 
 def test_options_of_the_template_are_the_clients_over_the_servers():

@@ -181,3 +181,30 @@ def test_two_dashes_in_front_are_vllms_names_too(tmp_path):
     words = ["--input-file", str(tmp_path / "in"), "--output_file", str(tmp_path / "out")]
     assert main(["run-batch", "--quiet", *words]) == 0
     assert json.loads((tmp_path / "out").read_text())["custom_id"] == "a"
+
+
+def test_what_a_body_asks_of_the_engine_reaches_it_and_a_deadline_that_passes_is_told(
+    tmp_path, llm, monkeypatch
+):
+    seen: list[Any] = []
+    run = llm.run
+
+    def late(submissions, *, use_tqdm):
+        """As an engine whose first request has waited longer than it may."""
+        seen.extend(request for request, _ in submissions)
+        outputs = run(submissions, use_tqdm=use_tqdm)
+        for part in outputs[0].outputs:
+            part.finish_reason, part.text, part.token_ids = "timeout", "", []
+        outputs[0].metrics.scheduled_ts = None
+        return outputs
+
+    monkeypatch.setattr(llm, "run", late)
+    asked = {"cache_salt": "s", "priority": 4, "timeout": 600, "ttft_goal_ms": 5}
+    lines = completion("late", **asked) + chat("good", "w9", **asked) + completion("bad", timeout=0)
+    answers = batch(tmp_path, lines)
+    for request in seen:
+        assert (request.cache_salt, request.priority) == ("s", 4)
+        assert (request.timeout_seconds, request.ttft_goal_seconds) == (600.0, 0.005)
+    assert [answer["response"]["status_code"] for answer in answers] == [503, 200, 400]
+    assert "must run before its timeout" in answers[0]["error"]["message"]
+    assert answers[2]["error"]["param"] == "timeout"

@@ -29,6 +29,10 @@ from server.config import NOT_YET, ServerConfig
         ("allowed_origins", ("a", 3)),
         ("default_chat_template_kwargs", "x"),
         ("strict", 1),
+        ("default_request_timeout", 0),
+        ("default_request_timeout", float("inf")),
+        ("default_request_timeout", "60"),
+        ("enable_dev_routes", 1),
     ],
 )
 def test_a_value_that_breaks_its_rule_is_refused_by_name(name, value):

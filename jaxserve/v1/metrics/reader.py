@@ -5,13 +5,47 @@ from dataclasses import dataclass
 
 from prometheus_client.core import Metric as Family
 
+PREFIXES = ("vllm:", "jaxserve:")
+"""Of the names that are read; `jaxserve:` is what vLLM does not count."""
+_POSITION = "position"
+"""The label by which the counters of a vector are told apart."""
+
+
+class PositionValues(list[int]):
+    """Counts by position; to scripts that take them for a dict, a dict of the positions."""
+
+    def keys(self) -> range:
+        """The positions."""
+        return range(len(self))
+
+
+class BucketBound(str):
+    """An upper bound as its text, such as "0.5" or "+Inf", that also equals the number.
+
+    Scripts ask for the last bucket by `bound == float("inf")`. The hash is the text's, so a dict
+    finds a bound by its text alone.
+    """
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with a number as a number, with all else as text."""
+        if isinstance(other, int | float):
+            return float(self) == other
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        """Not `==`; text has its own."""
+        return not self == other
+
 
 @dataclass
 class Metric:
     """One metric.
 
     Attributes:
-      name: with the prefix "vllm:"; a counter's has no "_total".
+      name: with its prefix; a counter's has no "_total".
       labels: of the engine and, where there are some, of the kind that was counted.
     """
 
@@ -21,16 +55,16 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A number that never falls."""
+    """A number that never falls; an int, but for seconds."""
 
-    value: int
+    value: int | float
 
 
 @dataclass
 class Vector(Metric):
-    """Counters by position; no metric of this release has more than one position."""
+    """Counters by position, such as that of a drafted token."""
 
-    values: list[int]
+    values: PositionValues
 
 
 @dataclass
@@ -56,21 +90,33 @@ class Histogram(Metric):
 
 
 def read_metrics(families: Iterable[Family]) -> list[Metric]:
-    """The metrics under vLLM's names among families of an exposition."""
+    """The engine's metrics among families of an exposition."""
     metrics: list[Metric] = []
     for family in families:
-        if not family.name.startswith("vllm:"):
+        if not family.name.startswith(PREFIXES):
             continue
         if family.type == "histogram":
             metrics.append(_read_histogram(family))
-            continue
-        for sample in family.samples:
-            labels = dict(sample.labels)
-            if family.type == "counter":
-                metrics.append(Counter(family.name, labels, int(sample.value)))
-            else:
-                metrics.append(Gauge(family.name, labels, float(sample.value)))
+        elif family.type == "gauge":
+            metrics += [Gauge(family.name, dict(s.labels), float(s.value)) for s in family.samples]
+        elif _POSITION in family.samples[0].labels:
+            metrics.append(_read_vector(family))
+        else:
+            metrics += [
+                Counter(family.name, dict(s.labels), _exact(s.value)) for s in family.samples
+            ]
     return metrics
+
+
+def _exact(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+def _read_vector(family: Family) -> Vector:
+    """Counters of one set of labels, in the order of their positions."""
+    counts = {int(sample.labels[_POSITION]): int(sample.value) for sample in family.samples}
+    values = PositionValues(counts.get(position, 0) for position in range(max(counts) + 1))
+    return Vector(family.name, _without(family, _POSITION), values)
 
 
 def _read_histogram(family: Family) -> Histogram:
@@ -78,10 +124,14 @@ def _read_histogram(family: Family) -> Histogram:
     buckets, count, total = {}, 0, 0.0
     for sample in family.samples:
         if sample.name.endswith("_bucket"):
-            buckets[sample.labels["le"]] = int(sample.value)
+            buckets[BucketBound(sample.labels["le"])] = int(sample.value)
         elif sample.name.endswith("_count"):
             count = int(sample.value)
         elif sample.name.endswith("_sum"):
             total = float(sample.value)
-    labels = {name: text for name, text in family.samples[0].labels.items() if name != "le"}
-    return Histogram(family.name, labels, count, total, buckets)
+    return Histogram(family.name, _without(family, "le"), count, total, buckets)
+
+
+def _without(family: Family, label: str) -> dict[str, str]:
+    """The labels of a family's samples but for one."""
+    return {name: text for name, text in family.samples[0].labels.items() if name != label}
