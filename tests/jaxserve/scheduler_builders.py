@@ -9,6 +9,7 @@ from jaxserve.request import FinishReason, Request, Sequence
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.policies import FIRST_COME_FIRST_SERVED, Policy
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.step import SchedulerOutput, StepResult
 
@@ -35,6 +36,7 @@ def make_sequence(
     cache_salt: str | None = None,
     arrival: float = 0.0,
     timeout: float | None = None,
+    priority: int = 0,
     **params,
 ) -> Sequence:
     """A sequence that runs to its length end unless `ignore_eos=False` is given.
@@ -56,6 +58,7 @@ def make_sequence(
         cache_salt=cache_salt,
         arrival_seconds=arrival,
         timeout_seconds=timeout,
+        priority=priority,
     )
     return Sequence(request=request, index=index, seed=seed, token_ids=list(prompt))
 
@@ -66,6 +69,7 @@ def make_scheduler(
     *,
     pools: tuple[PagePool, ...] = (),
     clock: Callable[[], float] = time.monotonic,
+    policy: Policy = FIRST_COME_FIRST_SERVED,
     **limits,
 ) -> Scheduler:
     """A small scheduler with one group, or with the groups of `pools`."""
@@ -77,7 +81,8 @@ def make_scheduler(
         "row_buckets": (4, 8, 16, 32, 64),
         **limits,
     }
-    return Scheduler(SchedulerConfig(**config), pools or (PagePool(num_pages, page_size),), clock)
+    pools = pools or (PagePool(num_pages, page_size),)
+    return Scheduler(SchedulerConfig(**config), pools, clock, policy)
 
 
 def expected_output(sequence: Sequence, max_model_len: int = 256) -> tuple[list[int], FinishReason]:

@@ -149,8 +149,8 @@ class FailingRunner:
             raise RuntimeError("the device is out of memory at 0xABC")
         return self._runner.dispatch(batch)
 
-    def is_intact(self):
-        return self._runner.is_intact()
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
 
     def collect(self, handle):
         if self._method == "collect" and self._fails(handle.batch):

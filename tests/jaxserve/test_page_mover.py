@@ -168,6 +168,8 @@ def test_a_page_that_could_not_be_kept_fails_every_later_step(monkeypatch) -> No
             while True:
                 cache = run.mover.apply((), fetches, cache)
     assert not cache.groups[0].k_pages.is_deleted(), "a step that fails here leaves the cache whole"
+    assert run.mover.drop_pending() and not run.mover.drop_pending()
+    run.mover.apply((), moves_of(0, [3], [1]), cache)
 
 
 def test_both_directions_are_timed_and_no_page_changes(caplog) -> None:

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from jaxserve.errors import RequestTooLongError
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
 from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.policies import POLICIES
 from tests.jaxserve.scheduler_builders import (
     STOP_ID,
     expected_output,
@@ -31,6 +32,7 @@ num_window_pages_freed = Counter[str]()
 num_cached_tokens = Counter[str]()
 num_late = Counter[str]()
 num_moves = Counter[str]()
+num_faults = Counter[str]()
 """What the histories came across; a law that was never put to use proves nothing."""
 
 
@@ -67,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         max_queue_seconds=st.sampled_from([None, None, 2.0]),
         num_host_pages=st.sampled_from([0, 1, 3, 8]),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
         self,
@@ -80,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching,
         max_queue_seconds,
         num_host_pages,
+        policy,
     ):
         self.now, self.num_host_pages = 0.0, num_host_pages
         budget = max_num_seqs * max_decode_row_tokens + 2
@@ -99,9 +103,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=enable_prefix_caching,
             max_queue_seconds=max_queue_seconds,
             clock=lambda: self.now,
+            policy=POLICIES[policy](),
         )
         self.engine = SimulatedEngine(self.scheduler, is_eager=False)
         self.sequences: dict[tuple[str, int], Sequence] = {}
+        self.failed: set[tuple[str, int]] = set()
         self.ended_outside: dict[tuple[str, int], tuple[FinishReason, int | None]] = {}
         self.num_taken = 0
         self.max_steps = 20
@@ -129,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared=st.tuples(st.integers(1, 2), st.integers(0, MAX_MODEL_LEN)),
         cache_salt=st.sampled_from([None, None, "salt"]),
         timeout=st.sampled_from([None, None, 0.5, 1.0]),
+        priority=st.integers(-1, 1),
     )
     def add(self, prompt, max_tokens, min_tokens, ignore_eos, has_stop_id, n, **others):
         name = f"r{len(self.sequences)}"
@@ -165,6 +172,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self):
         is_full = len(self.engine.in_flight) == self.scheduler._config.max_steps_in_flight
         assert not (self.engine.dispatch() and is_full)
+
+    @rule()
+    def retry(self):
+        """A step that finds no memory is taken back before it runs."""
+        output = self.scheduler.schedule()
+        if output is not None:
+            self.scheduler.retry_step(output)
+            num_faults["retried"] += 1
+            self.max_steps += 2 * MAX_MODEL_LEN
+
+    @rule()
+    def fail(self):
+        """A step that raises ends its own sequences."""
+        output = self.scheduler.schedule()
+        if output is not None:
+            for update in self.engine.take(self.scheduler.fail_step(output, "it raised")):
+                self.failed.add((update.request_id, update.index))
+            num_faults["failed"] += 1
 
     @precondition(lambda self: self.engine.in_flight)
     @rule()
@@ -292,7 +317,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert output == expected[: len(output)]
             assert sequence.num_output_tokens == (len(output) if num_kept is None else num_kept)
         elif final.finish_reason is FinishReason.ERROR:
-            assert sequence.seed in self.engine.device.poisoned and final.error
+            is_poisoned = sequence.seed in self.engine.device.poisoned
+            assert (is_poisoned or key in self.failed) and final.error
             assert output == expected[: len(output)]
             return
         else:
@@ -316,9 +342,11 @@ def test_every_short_history_keeps_the_laws():
     num_cached_tokens.clear()
     num_late.clear()
     num_moves.clear()
+    num_faults.clear()
     run_state_machine_as_test(SchedulerMachine, settings=_QUICK)
     assert min(num_window_pages_freed["all"], num_window_pages_freed["preempting"]) > 100
     assert min(num_cached_tokens[name] for name in ("all", "windows", "preempting")) > 100
+    assert min(num_faults["retried"], num_faults["failed"]) > 100
     assert min(num_moves["offloads"], num_moves["fetches"]) > 20
     assert min(num_late["running"], num_late["waiting"]) > 5
 

@@ -19,6 +19,7 @@ from tests.engine_runs import (
     final_of,
     generate,
     greedy,
+    make_engine,
     sampled,
     shared_engine,
     tokens_of,
@@ -255,14 +256,12 @@ def test_a_step_that_cannot_be_built_by_no_rows_fault_ends_all_its_requests(
         nonlocal num_faults
         if len(output.rows) > 1 and num_faults == 0:
             num_faults += 1
-            rows = tuple(
-                row.sequence for row in output.rows[:2]
-            )  # one slot for both, which is no row's fault alone
-            slot, rows[1].state_slot = rows[1].state_slot, rows[0].state_slot
+            first, second = (row.sequence for row in output.rows[:2])
+            slot, second.state_slot = second.state_slot, first.state_slot
             try:
-                return build(output)
+                return build(output)  # two rows with one slot: neither is wrong alone
             finally:
-                rows[1].state_slot = slot
+                second.state_slot = slot
         return build(output)
 
     monkeypatch.setattr(engine._builder, "build", build_with_one_slot)
@@ -289,6 +288,41 @@ def test_an_abort_of_a_request_whose_step_failed_ends_it_once() -> None:
     assert final.finish_reason is FinishReason.ABORT
     assert {u[-1].finish_reason for u in updates.values()} == {FinishReason.LENGTH}
     assert_serves(engine)
+
+
+def test_pages_on_the_host_survive_neither_a_lost_cache_nor_a_copy_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(
+        GOLDEN.folder, num_gpu_blocks_override=24, kv_offloading_size=2**-8, debug_poison_pages=True
+    ).engine
+    faulty = FaultyRunner.of(engine, "dispatch", [30, 90], runs_out_of_memory)
+    mover = faulty.runner.page_mover
+    assert mover is not None
+    write, num_failed = mover._host_pages.write, 0
+
+    def write_with_one_fault(*arguments: Any) -> None:
+        nonlocal num_failed
+        if mover.num_offloaded_bytes and num_failed == 0:
+            num_failed += 1
+            raise MemoryError
+        write(*arguments)
+
+    prompts = [case.prompt for case in GOLDEN.mixed]
+    expected = [case.tokens[:64] for case in GOLDEN.mixed]
+    assert generate(engine, prompts, greedy()) == expected
+    assert faulty.num_faults == 2 and mover.num_offloaded_bytes > 0
+    monkeypatch.setattr(mover._host_pages, "write", write_with_one_fault)
+    for index, prompt in enumerate(prompts):
+        add_request(engine, str(index), prompt, greedy())
+    updates = drain(engine)
+    ends = [final_of(updates[str(i), 0]).finish_reason for i in range(len(prompts))]
+    assert num_failed == 1 and 1 <= ends.count(FinishReason.ERROR) <= 8
+    for index, end in enumerate(ends):
+        if end is FinishReason.LENGTH:
+            assert tokens_of(updates[str(index), 0]) == expected[index]
+    assert generate(engine, prompts, greedy()) == expected
+    assert mover.num_fetched_bytes > 0
 
 
 def test_reset_arrays_have_the_shapes_and_places_of_the_old_ones() -> None:
