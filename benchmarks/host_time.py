@@ -1,6 +1,6 @@
 """Measure the host's time a step, without a device: requests, scheduler, batches and outputs.
 
-    python benchmarks/host_time.py [TEST ...] [--runs N] [--profile]
+    python benchmarks/host_time.py [TEST ...] [--runs N] [--prefix-cache] [--waste] [--profile]
 
 The engine is the real one but for its runner, which only counts: a row samples a token when all of
 its tokens are computed. Tests are those of `jaxserve bench`. Times are milliseconds a step; `rest`
@@ -10,6 +10,7 @@ is what passes outside the engine's stages: making requests, the loop of `LLM`, 
 import argparse
 import cProfile
 import pstats
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -74,7 +75,7 @@ class CountingRunner:
         self._records[slots[is_used]] = views["admitted_records"][is_used][:, columns]
 
 
-def make_engine() -> Engine:
+def make_engine(*, enable_prefix_caching: bool) -> Engine:
     """An engine with the sizes that an H200 gets."""
     buckets = make_bucket_table(
         max_num_seqs=MAX_NUM_SEQS,
@@ -95,6 +96,7 @@ def make_engine() -> Engine:
         max_model_len=MAX_MODEL_LEN,
         token_buckets=buckets.token_buckets,
         row_buckets=buckets.row_buckets,
+        enable_prefix_caching=enable_prefix_caching,
     )
     scheduler = Scheduler(config, (PagePool(NUM_PAGES, PAGE_SIZE),))
     runner: Any = CountingRunner(builder)
@@ -104,8 +106,8 @@ def make_engine() -> Engine:
 class HostRun:
     """The offline door around an engine without a device."""
 
-    def __init__(self) -> None:
-        self.engine = make_engine()
+    def __init__(self, *, enable_prefix_caching: bool) -> None:
+        self.engine = make_engine(enable_prefix_caching=enable_prefix_caching)
         self._maker = RequestMaker(
             tokenizer=None,
             limits=SamplingLimits(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN),
@@ -135,19 +137,38 @@ class HostRun:
         return {"steps": float(num_steps)} | {k: s / num_steps * 1e3 for k, s in seconds.items()}
 
 
+    def waste(self, workload: Workload) -> tuple[float, float]:
+        """Mean and largest share of the token slots in held pages that hold no token."""
+        dispatch, shares = self.engine.runner.dispatch, list[float]()
+
+        def watch(batch: PackedBatch) -> Any:
+            shares.append(self.engine.scheduler.unused_slot_share)
+            return dispatch(batch)
+
+        self.engine.runner.dispatch = watch
+        self.run(workload)
+        self.engine.runner.dispatch = dispatch
+        return statistics.mean(shares), max(shares)
+
+
 def main() -> None:
     """Print a line a test; each figure is the least of the runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", nargs="*", default=list(WORKLOADS), metavar="TEST")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--prefix-cache", action="store_true", help="with the prefix cache")
+    parser.add_argument("--waste", action="store_true", help="print the empty slots of pages, too")
     parser.add_argument("--profile", action="store_true", help="print the slowest functions")
     arguments = parser.parse_args()
-    host = HostRun()
+    host = HostRun(enable_prefix_caching=arguments.prefix_cache)
     for name in arguments.tests:
         workload = WORKLOADS[name](VOCAB_SIZE)
         runs = [host.run(workload) for _ in range(arguments.runs)]
         best = {key: min(run[key] for run in runs) for key in runs[0]}
         print(f"{name:17}", ", ".join(f"{key} {value:.3f}" for key, value in best.items()))
+        if arguments.waste:
+            mean, largest = host.waste(workload)
+            print(f"{name:17} slots without a token: mean {mean:.2%}, at most {largest:.2%}")
         if arguments.profile:
             with cProfile.Profile() as profile:
                 host.run(workload)

@@ -20,16 +20,22 @@ from jaxserve.distributed.messages import (
     EngineReady,
     EngineStats,
     FromEngine,
+    MemoryChanged,
+    MemoryCommand,
     PrefixCacheReset,
+    ReleaseCache,
     RequestRefused,
     ResetPrefixCache,
+    Sleep,
     StartProgressed,
     StartRefused,
     StepNews,
+    WakeUp,
 )
 from jaxserve.distributed.socket_client import SocketClient
 from jaxserve.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
 from jaxserve.field_checks import refuse_given
+from jaxserve.memory_commands import MemoryCommands
 from jaxserve.observers import Observers
 from jaxserve.outputs import RequestOutput
 from jaxserve.processing.front_end import FrontEnd, require_tokenizer
@@ -42,6 +48,7 @@ from jaxserve.processing.request_options import NO_OPTIONS, Priority, RequestOpt
 from jaxserve.processing.request_preparer import RequestPreparer
 from jaxserve.request import Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.sleep_options import check_sleep, check_wake_tags
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -91,6 +98,7 @@ class AsyncLLMEngine:
         self._requests = OpenRequests(self.front_end.output_processor())
         self._preparer = RequestPreparer()
         self._resets: deque[asyncio.Future[None]] = deque()
+        self._memory_commands = MemoryCommands()
         self._client: SocketClient | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -149,9 +157,12 @@ class AsyncLLMEngine:
     def seconds_since_news(self) -> float:
         """Age of the engine's newest message; 0 while it has nothing to do.
 
-        What a slow client has not taken yet is no work of the engine.
+        What a slow client has not taken yet is no work of the engine, nor is what waits for a
+        wake-up.
         """
-        return time.monotonic() - self._last_news_seconds if self._requests.num_working else 0.0
+        if self.stats.sleep_level or not self._requests.num_working:
+            return 0.0
+        return time.monotonic() - self._last_news_seconds
 
     @property
     def process_id(self) -> int:
@@ -176,8 +187,8 @@ class AsyncLLMEngine:
           request_id: of one prompt; several get it with their index behind it.
           is_stream: outputs hold what is new; otherwise one comes at the end.
           request_options: of all prompts, where a prompt itself says nothing.
-          priority: of all, or one a prompt; lower runs earlier, where the scheduling policy goes
-            by it.
+          priority: of all, or one a prompt; lower runs earlier. Only 0 is taken unless the engine
+            has `scheduling_policy="priority"`.
 
         Raises:
           InvalidRequestError: a prompt or parameter breaks a rule.
@@ -229,9 +240,10 @@ class AsyncLLMEngine:
 
         Raises:
           InvalidRequestError: the id is in use, or the request is too large for the engine.
+          EngineNotReadyError: the engine sleeps.
           EngineDeadError: the engine has ended.
         """
-        self._check_alive()
+        self._check_awake()
         inbox = self._requests.open(submission)
         try:
             if self._requests.num_working == 1:
@@ -309,6 +321,52 @@ class AsyncLLMEngine:
         self._check_not_dead()
         return True
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free the device's memory; requests are refused from now on until the wake-up.
+
+        Args:
+          level: 1 keeps the weights in the host's memory; 2 drops them, and the wake-up reads the
+            model's files again.
+          mode: what becomes of unfinished requests: "abort" ends them, "wait" waits for their
+            ends, "keep" freezes them.
+
+        Raises:
+          InvalidRequestError: the level or the mode is none of these.
+          EngineNotReadyError: the engine has not started, or the host has no memory for the
+            weights; the engine is then awake.
+          EngineDeadError: it has ended.
+        """
+        check_sleep(level, mode)
+        await self._change_memory(Sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back what `sleep` has freed; requests are taken once all of it is back.
+
+        Args:
+          tags: what to bring back, of "weights" and "kv_cache"; None is both.
+
+        Raises:
+          InvalidRequestError: a tag is none of these.
+          EngineNotReadyError: the engine has not started, or the weights or the cache could not be
+            brought back; it can be tried again.
+          EngineDeadError: it has ended.
+        """
+        await self._change_memory(WakeUp(check_wake_tags(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """Whether requests are refused because of `sleep`."""
+        return bool(self.stats.sleep_level) or self._memory_commands.will_sleep
+
+    async def release_kv_cache_memory(self) -> None:
+        """Free the memory of the KV cache; the next request or wake-up takes it again.
+
+        Raises:
+          InvalidRequestError: a request is unfinished.
+          EngineNotReadyError: the engine has not started.
+          EngineDeadError: it has ended.
+        """
+        await self._change_memory(ReleaseCache())
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 
@@ -341,8 +399,15 @@ class AsyncLLMEngine:
         assert self._client is not None
         return self._client
 
-    def _maker(self) -> RequestMaker:
+    async def _change_memory(self, command: MemoryCommand) -> None:
         self._check_alive()
+        done = self._memory_commands.expect(command)
+        self._running_client.send(command)
+        await done
+        self._check_not_dead()
+
+    def _maker(self) -> RequestMaker:
+        self._check_awake()
         return self._request_maker
 
     def _check_not_dead(self) -> None:
@@ -354,6 +419,11 @@ class AsyncLLMEngine:
         self._check_not_dead()
         if self.state is not EngineState.READY:
             raise EngineNotReadyError("the engine must be ready; it is still starting")
+
+    def _check_awake(self) -> None:
+        self._check_alive()
+        if self.stats.sleep_level or self._memory_commands.will_sleep:
+            raise EngineNotReadyError("the engine must be awake; it sleeps; wake it up first")
 
     async def _prepare(
         self,
@@ -393,6 +463,10 @@ class AsyncLLMEngine:
                 self._take_step(message)
             case PrefixCacheReset():
                 _wake(self._resets.popleft())
+            case MemoryChanged():
+                self.stats = message.stats
+                self._memory_commands.answer(message)
+                self.observers.tell("stepped", message.stats)
             case StartProgressed():
                 self.progress = (message.stage, message.done, message.total)
             case EngineReady():
@@ -403,8 +477,8 @@ class AsyncLLMEngine:
                 self._error, self.is_refused = EngineDeadError(message.message), True
             case RequestRefused():
                 # The door's checks should have refused it; no client waits for what is not run.
-                refusal = InvalidRequestError(message.message)
-                self._requests.refuse(message.request_id, refusal)
+                kind = EngineNotReadyError if message.is_not_ready else InvalidRequestError
+                self._requests.refuse(message.request_id, kind(message.message))
 
     def _become_ready(self, info: EngineInfo) -> None:
         self.info, self.state = info, EngineState.READY
@@ -430,6 +504,7 @@ class AsyncLLMEngine:
         self._requests.fail_all(error)
         for done in self._resets:
             _wake(done)
+        self._memory_commands.give_up()
         self._started.set()
 
 

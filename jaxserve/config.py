@@ -17,10 +17,14 @@ from jaxserve.config_fields import (
 )
 from jaxserve.errors import EngineConfigError, describe_value
 from jaxserve.loading_config import LOAD_FORMATS, LoadingConfig
+from jaxserve.processing.request_options import MIN_GOAL_MS
 from jaxserve.quantities import read_quantity
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 BACKENDS = ("mosaic", "triton", "xla")
+SCHEDULING_POLICIES = ("fcfs", "priority", "shortest-first", "slo")
+"""The names in `scheduling.policies.POLICIES`, which takes numpy to load."""
+PREEMPTION_MODES = ("swap", "recompute", "auto")
 MAX_OFFLOADING_GIB = 1 << 20
 """More than any host has: bytes given for GiB shall not pass."""
 
@@ -60,10 +64,32 @@ class EngineConfig(LoadingConfig):
     )
     max_num_seqs: int | None = flag(None, "sequences that run at the same time", "scheduler")
     max_num_batched_tokens: int | None = flag(None, "tokens of one step", "scheduler")
+    preemption_mode: str = flag(
+        "auto",
+        f"how evicted pages come back, one of {', '.join(PREEMPTION_MODES)}: from the host's "
+        "memory, by computing, or by what costs less",
+        "scheduler",
+    )
     long_prefill_token_threshold: int = flag(
         0, "prompt tokens that one sequence gets in a step at most; 0 = no limit", "scheduler"
     )
     max_steps_in_flight: int = flag(2, "steps dispatched before the first is read", "scheduler")
+    scheduling_policy: str = flag(
+        "fcfs", f"who comes first, one of {', '.join(SCHEDULING_POLICIES)}", "scheduler"
+    )
+    ttft_goal_ms: float | None = flag(
+        None,
+        "milliseconds to the first token, of requests without the goal, for slo; 1000 if not given",
+        "scheduler",
+    )
+    tpot_goal_ms: float | None = flag(
+        None, "milliseconds of each further token, the same; 50 if not given", "scheduler"
+    )
+    max_queue_time: float | None = flag(
+        None,
+        "seconds that a request may wait for its first step; no limit if not given",
+        "scheduler",
+    )
     row_buckets: tuple[int, ...] | None = flag(None, "padded rows of decode steps", "execution")
     token_buckets: tuple[int, ...] | None = flag(
         None, "padded tokens of steps with prompt tokens", "execution"
@@ -105,11 +131,19 @@ class EngineConfig(LoadingConfig):
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "stacked_weights", (None, "none", "vectors", "all"))
         check_choice(self, "attention_backend", (None, *BACKENDS))
+        check_choice(self, "preemption_mode", PREEMPTION_MODES)
+        self._check_host_tier()
         for name in _POSITIVE:
             if getattr(self, name) != "auto":
                 check_range(self, name, 1)
         check_range(self, "long_prefill_token_threshold", 0)
         check_range(self, "step_timeout", 0)
+        check_choice(self, "scheduling_policy", SCHEDULING_POLICIES)
+        for name in ("ttft_goal_ms", "tpot_goal_ms"):
+            check_range(self, name, MIN_GOAL_MS)
+            if self.scheduling_policy != "slo" and getattr(self, name) is not None:
+                raise field_error(self, name, "must be given only with scheduling_policy='slo'")
+        check_range(self, "max_queue_time", 0.001)
         check_range(self, "kv_offloading_size", 0, MAX_OFFLOADING_GIB)
         check_range(self, "seed", -(2**63), 2**63 - 1)
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -130,6 +164,16 @@ class EngineConfig(LoadingConfig):
     def kv_offloading_bytes(self) -> int:
         """`kv_offloading_size` in bytes, of all devices together; 0 = there is no host tier."""
         return math.ceil((self.kv_offloading_size or 0) * 2**30)
+
+    def _check_host_tier(self) -> None:
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise field_error(self, "kv_offloading_size", "must be 0 without enable_prefix_caching")
+        if self.kv_offloading_size and self.preemption_mode == "recompute":
+            rule = "must be 0 with preemption_mode='recompute'"
+            raise field_error(self, "kv_offloading_size", rule)
+        if self.preemption_mode == "swap" and not self.kv_offloading_size:
+            rule = "must be given with preemption_mode='swap'"
+            raise field_error(self, "kv_offloading_size", rule)
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> "EngineConfig":
@@ -233,7 +277,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None, "uni"),
     "enable_chunked_prefill": (True, None),
     "async_scheduling": (True, None),
-    "scheduling_policy": ("fcfs",),
     "enable_lora": (False,),
     "max_loras": (1,),
     "max_lora_rank": (16,),

@@ -2,17 +2,20 @@
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
 import msgspec
 
-from jaxserve.errors import EngineDeadError
+from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.model_runner import ModelRunner, StepHandle
 from jaxserve.execution.poison import PagePoisoner
+from jaxserve.execution.sleeping import Sleeper
 from jaxserve.request import FinishReason, Request, Sequence
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.sleep_options import WAKE_TAGS
 from jaxserve.step import SchedulerOutput, SequenceUpdate, StepResult
 from jaxserve.step_recovery import StepRecovery
 
@@ -67,6 +70,7 @@ class Engine:
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle | Exception]] = deque()
         self._recovery = StepRecovery(scheduler, builder)
+        self._sleeper = Sleeper()
         self._poisoner = poisoner
         self._random = Random(seed)
         self._updates: list[SequenceUpdate] = []
@@ -77,9 +81,12 @@ class Engine:
 
         Raises:
           RequestTooLongError: it can never fit the pool of pages.
+          EngineNotReadyError: the engine sleeps, or a released KV cache finds no memory.
           EngineDeadError: the engine is dead.
         """
         self._check_not_dead()
+        self._sleeper.check_awake()
+        self._sleeper.restore_cache(self.runner)
         seed = request.sampling_params.seed
         first_seed = self._random.getrandbits(63) if seed is None else seed
         for index in range(request.sampling_params.n):
@@ -118,9 +125,11 @@ class Engine:
 
         Raises:
           EngineDeadError: the engine is dead, and has told how each sequence ended.
+          EngineNotReadyError: it sleeps, and has told how those ended that it does not keep.
         """
         if not self._updates:
             self._check_not_dead()
+            self._sleeper.check_awake()
         self._updates += self.scheduler.expire()
         while self._may_start:
             output = self._schedule()
@@ -132,9 +141,65 @@ class Engine:
         updates, self._updates = self._updates, []
         return updates
 
+    def sleep(self, level: int = 1, *, keeps_requests: bool = False) -> None:
+        """Wait for the steps in flight, and free the device's memory; see `Sleeper.sleep`.
+
+        Args:
+          level: 1 or 2.
+          keeps_requests: unfinished requests stay, and are computed again after the wake-up.
+            Otherwise they end with ABORT; the next step tells.
+
+        Raises:
+          EngineNotReadyError: the host has no memory for the weights; the engine is awake.
+          EngineDeadError: the engine is dead.
+        """
+        self._check_not_dead()
+        for request_id in () if keeps_requests else self.scheduler.unfinished_request_ids:
+            self.abort(request_id)
+        while self._in_flight:
+            self._finish(*self._in_flight.popleft())
+        self._check_not_dead()
+        self._forget_cache()
+        self._sleeper.sleep(self.runner, level)
+
+    def wake_up(self, tags: Iterable[str] = WAKE_TAGS) -> None:
+        """Bring arrays back to the device; see `Sleeper.wake_up`, also for what it raises."""
+        self._sleeper.wake_up(self.runner, tags)
+
+    def release_cache(self) -> None:
+        """Free the memory of the KV cache; the next request or wake-up takes it again.
+
+        Raises:
+          InvalidRequestError: a request is unfinished.
+          EngineDeadError: the engine is dead.
+        """
+        self._check_not_dead()
+        if self.scheduler.has_unfinished and not self.sleep_level:
+            num_unfinished = len(self.scheduler.unfinished_request_ids)
+            raise InvalidRequestError(
+                f"release_kv_cache_memory must be called while no request is unfinished; "
+                f"got {num_unfinished}"
+            )
+        self._forget_cache()
+        self._sleeper.drop_cache(self.runner)
+
+    def _forget_cache(self) -> None:
+        """Nothing may refer to the cache's content any more."""
+        self.runner.drop_moves()
+        self.scheduler.drop_cache()
+        if self._poisoner is not None:
+            self._poisoner.forget()
+
+    @property
+    def sleep_level(self) -> int:
+        """1 or 2 while the engine sleeps, until all is back on the device; else 0."""
+        return self._sleeper.level
+
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would bring something."""
+        """Whether a step would bring something; what a sleeping engine keeps waits."""
+        if self.sleep_level:
+            return bool(self._updates)
         return bool(self._in_flight or self._updates or self.scheduler.has_unfinished)
 
     @property
@@ -155,7 +220,7 @@ class Engine:
     def _may_start(self) -> bool:
         """Nothing is started behind a step whose start has failed, before that is dealt with."""
         if not self._in_flight:
-            return True
+            return not self.sleep_level
         is_failed = isinstance(self._in_flight[-1][1], Exception)
         return not is_failed and len(self._in_flight) < self._max_steps_in_flight
 

@@ -1,5 +1,6 @@
 """build_engine: from an EngineConfig to an engine that is compiled and ready."""
 
+import functools
 import logging
 import os
 import time
@@ -16,6 +17,7 @@ from jaxserve.execution.device_setup import check_memory_pool, configure_jax
 from jaxserve.execution.engine_plan import (
     EnginePlan,
     abstract_state,
+    make_policy,
     make_programs,
     plan_engine,
     scheduler_config,
@@ -28,12 +30,14 @@ from jaxserve.execution.model_setup import ModelSetup
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.poison import PagePoisoner
 from jaxserve.execution.program_store import ProgramStore, open_program_store
+from jaxserve.execution.swap_cost import PageCosts, seconds_to_compute
 from jaxserve.processing.model_files import open_configured_model
 from jaxserve.scheduling.scheduler import Scheduler
 from models.config import ModelConfig
-from models.kv_cache import abstract_cache, allocate_cache
+from models.kv_cache import abstract_cache
 from models.loading.checkpoint import CheckpointLoader
-from models.loading.source import ModelSource, OpenedModel
+from models.loading.source import ModelSource, OpenedModel, open_source
+from models.sharding import compile_zeros
 from models.weight_layout import WeightStore, make_dummy_leaves
 
 logger = logging.getLogger(__name__)
@@ -126,11 +130,11 @@ class _EngineBuilder:
     def build(self, opened: OpenedModel) -> BuiltEngine:
         path, source = opened.path, opened.source
         setup, cache_dir = set_up(self.config, opened)
-        leaves = self._timed("load", lambda: self._load(setup, source, str(path)))
+        leaves = self._timed("load", lambda: _load(setup, source, path, self.progress))
         memory = DeviceMemory.of_devices(setup.sharder.mesh.local_devices)
         plan = self._timed("plan", lambda: plan_engine(setup, memory, cache_dir))
         store = open_program_store(setup, cache_dir)
-        engine = self._timed("compile", lambda: self._compile(setup, plan, leaves, store))
+        engine = self._timed("compile", lambda: self._compile(setup, plan, leaves, store, path))
         logger.info("%s", plan.bill)
         return BuiltEngine(
             engine=engine,
@@ -150,23 +154,13 @@ class _EngineBuilder:
         self.seconds[stage] = time.monotonic() - start
         return result
 
-    def _load(self, setup: ModelSetup, source: ModelSource, path: str) -> list[jax.Array]:
-        if setup.config.load_format == "dummy":
-            leaves = make_dummy_leaves(setup.layout, setup.sharder, setup.config.seed)
-        else:
-            store = WeightStore(setup.layout, setup.sharder)
-            CheckpointLoader(setup.shared_model, store, path).load(
-                source.tensors(), lambda done: self.progress("load", done, source.num_tensors)
-            )
-            leaves = store.leaves()
-        return jax.block_until_ready(leaves)
-
     def _compile(
         self,
         setup: ModelSetup,
         plan: EnginePlan,
         leaves: list[jax.Array],
         store: ProgramStore | None,
+        path: Path,
     ) -> Engine:
         batch_builder, programs = make_programs(setup, plan.limits, plan.buckets, plan.num_pages)
         programs.compile_all(
@@ -174,22 +168,31 @@ class _EngineBuilder:
             progress=lambda done, total: self.progress("compile", done, total),
             store=store,
         )
-        cache = allocate_cache(setup.geometries, plan.num_pages, setup.sharder)
+        abstract = abstract_cache(setup.geometries, plan.num_pages, setup.sharder)
+        allocate = compile_zeros((abstract, abstract_state(setup, plan.limits)))
+        cache, state = allocate()
         page_mover = None
         if plan.bill.num_host_pages:
             host_pages = HostPages(setup.geometries, plan.bill.num_host_pages)
             page_mover = PageMover(programs, host_pages)
             cache = page_mover.measure(cache)
+            self._choose_swap(page_mover, plan, leaves, setup.model.vocab_size)
         runner = ModelRunner(
             leaves,
             cache,
-            setup.sharder.zeros(abstract_state(setup, plan.limits)),
+            state,
             programs,
             head_index=setup.layout.head_index,
             page_mover=page_mover,
+            allocate=allocate,
+            load_weights=functools.partial(_load_again, setup, path),
         )
         return Engine(
-            Scheduler(scheduler_config(setup, plan.limits, plan.buckets), plan.pools),
+            Scheduler(
+                scheduler_config(setup, plan.limits, plan.buckets),
+                plan.pools,
+                policy=make_policy(self.config),
+            ),
             batch_builder,
             runner,
             max_steps_in_flight=self.config.max_steps_in_flight,
@@ -197,11 +200,45 @@ class _EngineBuilder:
             poisoner=self._make_poisoner(setup, plan),
         )
 
+    def _choose_swap(
+        self, mover: PageMover, plan: EnginePlan, leaves: list[jax.Array], vocab_size: int
+    ) -> None:
+        """Leave the host tier empty where it costs more than computing again."""
+        assert mover.seconds_per_page is not None
+        compute = seconds_to_compute(self.config.block_size, leaves, vocab_size)
+        costs = PageCosts(mover.seconds_per_page.fetch, compute)
+        is_used = costs.pays(self.config.preemption_mode)  # pyright: ignore[reportArgumentType]
+        costs.log(is_used=is_used)
+        if not is_used:
+            for pool in plan.pools:
+                pool.give_up_host()
+
     def _make_poisoner(self, setup: ModelSetup, plan: EnginePlan) -> PagePoisoner | None:
         if not self.config.debug_poison_pages:
             return None
         cache = abstract_cache(setup.geometries, plan.num_pages, setup.sharder)
         return PagePoisoner(plan.pools, cache, setup.sharder)
+
+
+def _load(
+    setup: ModelSetup, source: ModelSource, path: Path, progress: Progress
+) -> list[jax.Array]:
+    """The weights on their devices."""
+    if setup.config.load_format == "dummy":
+        leaves = make_dummy_leaves(setup.layout, setup.sharder, setup.config.seed)
+    else:
+        store = WeightStore(setup.layout, setup.sharder)
+        CheckpointLoader(setup.shared_model, store, str(path)).load(
+            source.tensors(), lambda done: progress("load", done, source.num_tensors)
+        )
+        leaves = store.leaves()
+    return jax.block_until_ready(leaves)
+
+
+def _load_again(setup: ModelSetup, path: Path) -> list[jax.Array]:
+    """The weights as the files have them now: who trains may have written them anew."""
+    source = open_source(path, setup.config.load_format)
+    return _load(setup, source, path, lambda stage, done, total: None)
 
 
 def _step_timeout(config: EngineConfig, *, is_gpu: bool) -> float | None:

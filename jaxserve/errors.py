@@ -11,7 +11,7 @@
     ├── RowError                  one sequence failed: NaN logits, or a raising processor
     ├── EngineConfigError         the settings contradict each other or the machine
     ├── ModelLoadError            the model's files (defined in models/errors.py)
-    ├── EngineNotReadyError       the engine is still loading, or about to leave
+    ├── EngineNotReadyError       the engine is still loading, asleep, or about to leave
     └── EngineDeadError           the engine has stopped and answers nothing any more
 
 `server/errors.py` maps each to one HTTP status. A message is one sentence: name must rule; got
@@ -109,11 +109,26 @@ class ModelNotFoundError(JaxServeError):
 
 
 class QueueFullError(JaxServeError):
-    """As many requests or tokens wait as may wait; ask again later."""
+    """As many requests or tokens wait as may wait.
+
+    Attributes:
+      retry_seconds: whole seconds until there is room again, by estimate.
+    """
+
+    def __init__(self, message: str, *, retry_seconds: int):
+        """Take the message and when to ask again."""
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
 
 
 class QueueTimeoutError(JaxServeError):
-    """The request waited longer than it may, without being scheduled."""
+    """The request waited longer than it may, without being scheduled.
+
+    Attributes:
+      retry_seconds: whole seconds after which to ask again; a server that knows better sets it.
+    """
+
+    retry_seconds: int = 1
 
 
 class RowError(JaxServeError):
@@ -125,7 +140,7 @@ class EngineConfigError(JaxServeError):
 
 
 class EngineNotReadyError(JaxServeError):
-    """The engine is still loading, or takes no new requests because it is about to leave."""
+    """The engine is still loading, sleeps, or takes no new requests since it is about to leave."""
 
 
 class EngineDeadError(JaxServeError):

@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxserve.beam_search import BeamSearchOutput
 from jaxserve.config import EngineConfig
 from jaxserve.engine_client import InProcessClient
 from jaxserve.environment import environment_settings
 from jaxserve.errors import EngineConfigError, InvalidRequestError, describe_value
 from jaxserve.field_checks import refuse_given
 from jaxserve.outputs import RequestOutput
+from jaxserve.processing.beam_runs import make_searches, run_searches
 from jaxserve.processing.front_end import FrontEnd, require_tokenizer
 from jaxserve.processing.output_processor import OutputProcessor
 from jaxserve.processing.prompts import Message, Prompt
@@ -19,7 +21,8 @@ from jaxserve.processing.request_loop import RequestLoop, Submission
 from jaxserve.processing.request_maker import Params, RequestMaker
 from jaxserve.processing.request_options import Priority, RequestOptions
 from jaxserve.progress import PromptProgress, StartProgress
-from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxserve.sleep_options import check_sleep, check_wake_tags
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.watchdog import Watchdog
 
@@ -173,8 +176,8 @@ class LLM:
           sampling_params: one for all, or one a prompt; the model's defaults if not given.
           use_tqdm: show progress; or what to call instead of tqdm.
           lora_request: not supported in this release.
-          priority: one for all prompts, or one a prompt; lower runs earlier, where the scheduling
-            policy goes by it.
+          priority: one for all prompts, or one a prompt; lower runs earlier. Only 0 is taken unless
+            the engine has `scheduling_policy="priority"`, and no goals unless it has "slo".
           timeout: seconds until each request ends with what it has, under the finish reason
             "timeout"; that of a prompt goes before it.
           tokenization_kwargs: not supported in this release.
@@ -264,6 +267,41 @@ class LLM:
         )
         return self.run(submissions, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the most likely continuations of prompts.
+
+        Args:
+          prompts: as in `generate`.
+          params: of all prompts.
+          lora_request: not supported in this release.
+          use_tqdm: as in `generate`.
+          concurrency_limit: prompts that are searched at the same time; all if not given.
+
+        Returns:
+          The best beams of each prompt, in the prompts' order.
+
+        Raises:
+          InvalidRequestError: a prompt or parameter breaks a rule; nothing was generated.
+        """
+        refuse_given(lora_request=lora_request)
+        searches = make_searches(
+            self._maker,
+            prompts,
+            params,
+            max_logprobs=self.config.max_logprobs,
+            max_tokens_per_sequence=self.engine.scheduler.max_tokens_per_sequence,
+        )
+        with PromptProgress(use_tqdm, len(searches)) as progress:
+            run_searches(searches, self._loop, concurrency_limit, progress)
+        return [search.beam_output(self._tokenizer) for search in searches]
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
@@ -324,6 +362,43 @@ class LLM:
         refuse_given(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         self._built.engine.scheduler.reset_prefix_cache()
         return True
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free the device's memory; requests are refused until `wake_up`.
+
+        Args:
+          level: 1 keeps the weights in the host's memory; 2 drops them, and `wake_up` reads the
+            model's files again.
+          mode: what becomes of open streams: "abort" ends them, "wait" runs them to their ends,
+            "keep" freezes them.
+
+        Raises:
+          InvalidRequestError: the level or the mode is none of these.
+          EngineNotReadyError: the host has no memory for the weights; the engine is awake.
+        """
+        check_sleep(level, mode)
+        if mode == "wait":
+            self._loop.drain()
+        self.engine.sleep(level, keeps_requests=mode != "abort")
+        self._loop.drain()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back "weights", "kv_cache" or, without tags, both; nothing is compiled.
+
+        Raises:
+          InvalidRequestError: a tag is none of these.
+          EngineNotReadyError: the device has no memory for it; it can be tried again.
+          ModelLoadError: the model's files are missing or refused.
+        """
+        self.engine.wake_up(check_wake_tags(tags))
+
+    def release_kv_cache_memory(self) -> None:
+        """Free the memory of the KV cache; the next request or `wake_up` takes it again.
+
+        Raises:
+          InvalidRequestError: a stream is unfinished.
+        """
+        self.engine.release_cache()
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Devices that run the model; there is no data parallelism to leave out yet."""

@@ -92,7 +92,19 @@ class RepetitionDetectionParams(msgspec.Struct):
 
 
 class BeamSearchParams(msgspec.Struct):
-    """Parameters of `LLM.beam_search`."""
+    """Parameters of `LLM.beam_search`.
+
+    Attributes:
+      beam_width: beams that are followed and returned; at most half of the engine's
+        `max_logprobs`.
+      max_tokens: output tokens of a beam.
+      ignore_eos: an end-of-sequence token does not end a beam.
+      temperature: in [0, 2]; checked only, since nothing is drawn and log-probabilities are those
+        of the raw logits, as in vLLM.
+      length_penalty: a beam's score is its log-probability over its length to this power, prompt
+        included; larger ones favour long beams.
+      include_stop_str_in_output: of a server's answer: keep the text of the end token.
+    """
 
     beam_width: int
     max_tokens: int

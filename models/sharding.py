@@ -1,7 +1,7 @@
 """Logical axis names of parameters and cache, and the mesh axes they are split over."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,12 +128,7 @@ class Sharder:
 
     def zeros(self, abstract: Any) -> Any:
         """Allocate zeros for a tree of shapes, each device only its own part."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-        def make():
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
-
-        return jax.jit(make, out_shardings=shardings)()
+        return compile_zeros(abstract)()
 
     def put(self, value, axes: Sequence[str | None] = ()) -> jax.Array:
         """Upload one host array."""
@@ -152,6 +147,21 @@ class Sharder:
             f"tensor_parallel_size must divide the model's {CONFIG_NAMES.get(axis, axis)} = "
             f"{size}; got {self.mesh.shape[mesh_axis]}"
         )
+
+
+def compile_zeros(tree: Any) -> Callable[[], Any]:
+    """A program that allocates zeros, each device only its own part.
+
+    Args:
+      tree: of arrays or of their shapes, with shardings; it is not kept.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, tree)
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+    def make():
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+
+    return jax.jit(make, out_shardings=shardings).lower().compile()
 
 
 def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:

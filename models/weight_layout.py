@@ -6,7 +6,7 @@ code hardly knows: inside the trace each layer gets a LayerSlice.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.layer_slice import LayerSlice
 from models.loading.pieces import Index, ParameterPieces
-from models.sharding import Sharder
+from models.sharding import Sharder, compile_zeros
 
 Stack = Literal["none", "vectors", "all"]
 
@@ -206,8 +206,8 @@ class WeightStore:
         if existing is not None:
             return existing
         leaf = self.layout.leaves[index]
-        abstract = self._sharder.abstract(leaf.shape, leaf.dtype, leaf.axes)
-        return self._sharder.zeros(abstract)
+        sharding = self._sharder.sharding(leaf.shape, leaf.axes)
+        return _zeros_maker(leaf.shape, leaf.dtype, sharding)()
 
 
 def make_dummy_leaves(layout: WeightLayout, sharder: Sharder, seed: int) -> list[jax.Array]:
@@ -237,6 +237,14 @@ def _dummy_maker(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Shar
         return jax.lax.map(lambda k: draw(k, shape[1:]), jax.random.split(key, shape[0]))
 
     return jax.jit(make, out_shardings=sharding)
+
+
+@functools.cache
+def _zeros_maker(
+    shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding
+) -> Callable[[], jax.Array]:
+    """Compiled once for stacks of one shape, and not again where weights are loaded again."""
+    return compile_zeros(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

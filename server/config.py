@@ -46,7 +46,7 @@ class ServerConfig:
         False, "let /metrics be read without a key", "access"
     )
     enable_dev_routes: bool = flag(
-        False, "add POST /reset_prefix_cache, for those who develop and measure", "access"
+        False, "add /reset_prefix_cache, /sleep and others for those who develop", "access"
     )
     allowed_origins: tuple[str, ...] = flag((), "web origins that browsers may use", "access")
     allowed_methods: tuple[str, ...] = flag(("*",), "methods for those origins", "access")

@@ -26,8 +26,6 @@ from jaxserve.errors import (
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1
-"""Retry-After of a full queue: places become free with every finished request."""
 RETRY_START_SECONDS = 5
 """Retry-After of a server that starts or leaves."""
 
@@ -60,10 +58,8 @@ _KINDS: dict[type[JaxServeError], ErrorKind] = {
     RequestTooLargeError: ErrorKind(413, "RequestTooLargeError", {"Connection": "close"}),
     AuthenticationError: ErrorKind(401, "AuthenticationError", {"WWW-Authenticate": "Bearer"}),
     ModelNotFoundError: ErrorKind(404, "NotFoundError"),
-    QueueFullError: ErrorKind(429, "TooManyRequestsError", {"Retry-After": str(RETRY_SECONDS)}),
-    QueueTimeoutError: ErrorKind(
-        503, "ServiceUnavailableError", {"Retry-After": str(RETRY_SECONDS)}
-    ),
+    QueueFullError: ErrorKind(429, "TooManyRequestsError"),
+    QueueTimeoutError: ErrorKind(503, "ServiceUnavailableError"),
     DrainingError: ErrorKind(
         503, "ServiceUnavailableError", {**_RETRY_START, "Connection": "close"}
     ),
@@ -115,6 +111,8 @@ def error_response(error: Exception) -> Response:
     """The answer to a request that failed before anything was sent."""
     kind = error_kind(error)
     headers = {**kind.headers, "content-type": "application/json"}
+    if isinstance(error, QueueFullError | QueueTimeoutError):
+        headers["Retry-After"] = str(error.retry_seconds)
     return Response(error_json(error), kind.status, headers)
 
 

@@ -43,6 +43,7 @@ class StatsTaker:
     def stats(self, *, num_bad_frames: int = 0) -> EngineStats:
         """The state of the engine now."""
         scheduler, times = self._engine.scheduler, self._engine.times
+        mover = self._engine.runner.page_mover
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -56,6 +57,10 @@ class StatsTaker:
             num_compilations=self._compilations.count,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
+            num_host_prefix_hits=scheduler.num_host_prefix_hits,
+            num_offloaded_bytes=mover.num_offloaded_bytes if mover else 0,
+            num_fetched_bytes=mover.num_fetched_bytes if mover else 0,
+            sleep_level=self._engine.sleep_level,
             schedule_seconds=times.schedule,
             build_seconds=times.build,
             dispatch_seconds=times.dispatch,

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -25,22 +26,34 @@ from jaxserve.distributed.messages import (
     BadFrameError,
     EngineFailed,
     EngineReady,
+    EngineStats,
     FromEngine,
+    MemoryChanged,
+    MemoryCommand,
     PrefixCacheReset,
+    ReleaseCache,
     RequestRefused,
     ResetPrefixCache,
     Shutdown,
+    Sleep,
     StartEngine,
     StartProgressed,
     StartRefused,
     StepNews,
     ToEngine,
+    WakeUp,
     decode_to_engine,
     encode_frame,
     frame_length,
 )
 from jaxserve.engine_client import InProcessClient
-from jaxserve.errors import EngineConfigError, EngineDeadError, JaxServeError
+from jaxserve.errors import (
+    EngineConfigError,
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    JaxServeError,
+)
 from jaxserve.log_writer import LINE_START, TIME_FORMAT, LogWriter
 from jaxserve.step import StopAbort
 from jaxserve.watchdog import Watchdog
@@ -149,6 +162,7 @@ class EngineLoop:
         self._engine, self._connection = engine, connection
         self._watch = watchdog or contextlib.nullcontext()
         self._taker = StatsTaker(engine)
+        self._commands: deque[MemoryCommand] = deque()
         self.is_leaving = False
 
     def run(self) -> None:
@@ -163,20 +177,48 @@ class EngineLoop:
     def turn(self) -> None:
         """Take the messages that have come, and run one step if there is work."""
         self._take_messages()
+        while self._commands and not self.is_leaving and self._may_obey(self._commands[0]):
+            self._connection.send(self._obey(self._commands.popleft()))
+        self._step()
+
+    def _step(self) -> None:
+        """Run one step if there is work, and tell of it."""
         if self._engine.has_unfinished and not self.is_leaving:
             with self._watch:
                 updates = self._engine.step()
             self._taker.take_in(updates)
-            stats = self._taker.stats(num_bad_frames=self._connection.num_bad_frames)
-            self._connection.send(StepNews(updates, stats))
+            self._connection.send(StepNews(updates, self._stats()))
             if self._engine.death_reason is not None:
                 self._connection.send_last(EngineFailed(self._engine.death_reason))
                 raise EngineDeadError(self._engine.death_reason)
 
+    def _stats(self) -> EngineStats:
+        return self._taker.stats(num_bad_frames=self._connection.num_bad_frames)
+
+    def _may_obey(self, command: MemoryCommand) -> bool:
+        is_waiting = isinstance(command, Sleep) and command.mode == "wait"
+        return not (is_waiting and self._engine.has_unfinished)
+
+    def _obey(self, command: MemoryCommand) -> MemoryChanged:
+        """Free or take memory; what ends by it is told before the answer."""
+        try:
+            match command:
+                case Sleep():
+                    self._engine.sleep(command.level, keeps_requests=command.mode != "abort")
+                    self._step()
+                case WakeUp():
+                    self._engine.wake_up(command.tags)
+                case ReleaseCache():
+                    self._engine.release_cache()
+        except JaxServeError as error:
+            is_refusal = isinstance(error, InvalidRequestError)
+            return MemoryChanged(self._stats(), str(error), is_refusal)
+        return MemoryChanged(self._stats())
+
     def _take_messages(self) -> None:
         """All that have come; waits for one when there is nothing else to do."""
         inbox = self._connection.inbox
-        if not self._engine.has_unfinished:
+        if not self._engine.has_unfinished and not self._commands:
             self._handle(inbox.get())
         while not inbox.empty():
             self._handle(inbox.get())
@@ -192,6 +234,8 @@ class EngineLoop:
             case ResetPrefixCache():
                 self._engine.scheduler.reset_prefix_cache()
                 self._connection.send(PrefixCacheReset())
+            case Sleep() | WakeUp() | ReleaseCache():
+                self._commands.append(message)
             case Shutdown():
                 self.is_leaving = True
             case StartEngine():
@@ -202,7 +246,8 @@ class EngineLoop:
         try:
             self._engine.add(message.request())
         except (JaxServeError, ValueError) as error:
-            self._connection.send(RequestRefused(message.request_id, str(error)))
+            is_not_ready = isinstance(error, EngineNotReadyError)
+            self._connection.send(RequestRefused(message.request_id, str(error), is_not_ready))
 
 
 def serve(connection: EngineSocket) -> int:

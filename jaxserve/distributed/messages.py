@@ -59,6 +59,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
       num_compilations: programs that XLA has compiled in the engine's process since it was ready.
       num_prefix_queries, num_prefix_hits: prompt tokens that were looked up in the prefix cache,
         and those that were found there.
+      num_host_prefix_hits: how many of these had to be fetched from the host's memory.
+      num_offloaded_bytes, num_fetched_bytes: of pages copied to the host, and back.
+      sleep_level: 1 or 2 while the engine sleeps, else 0.
       schedule_seconds, build_seconds, dispatch_seconds, collect_seconds, commit_seconds: of the
         host by stage of the step, see `StepTimes`; `collect_seconds` is mostly spent waiting for
         the device.
@@ -76,6 +79,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_compilations: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_host_prefix_hits: int = 0
+    num_offloaded_bytes: int = 0
+    num_fetched_bytes: int = 0
+    sleep_level: int = 0
     schedule_seconds: float = 0.0
     build_seconds: float = 0.0
     dispatch_seconds: float = 0.0
@@ -145,6 +152,29 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Forget all computed prefixes; PrefixCacheReset answers."""
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Free the device's memory, see `Engine.sleep`; MemoryChanged answers.
+
+    Mode "wait" waits for the unfinished requests, and later commands of memory wait behind it.
+    """
+
+    level: int
+    mode: str
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag=True):
+    """Bring arrays back to the device, see `Engine.wake_up`; MemoryChanged answers."""
+
+    tags: tuple[str, ...]
+
+
+class ReleaseCache(msgspec.Struct, frozen=True, tag=True):
+    """Free the memory of the KV cache, see `Engine.release_cache`; MemoryChanged answers."""
+
+
+type MemoryCommand = Sleep | WakeUp | ReleaseCache
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave in order."""
 
@@ -174,10 +204,26 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     message: str
+    is_not_ready: bool = False
+    """The engine cannot take any request now; the request itself is not at fault."""
 
 
 class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
     """The oldest ResetPrefixCache without an answer is done."""
+
+
+class MemoryChanged(msgspec.Struct, frozen=True, tag=True):
+    """The oldest command of memory without an answer is done, or was refused.
+
+    Attributes:
+      stats: of the engine now.
+      error: why it was refused; None = it is done.
+      is_refusal: it must not be asked for in this state; otherwise it did not work out.
+    """
+
+    stats: EngineStats
+    error: str | None = None
+    is_refusal: bool = False
 
 
 class StepNews(msgspec.Struct, frozen=True, tag=True):
@@ -193,20 +239,39 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-type ToEngine = StartEngine | AddRequest | AbortRequest | StopAbort | ResetPrefixCache | Shutdown
+type ToEngine = (
+    StartEngine
+    | AddRequest
+    | AbortRequest
+    | StopAbort
+    | ResetPrefixCache
+    | Sleep
+    | WakeUp
+    | ReleaseCache
+    | Shutdown
+)
 type FromEngine = (
     StartProgressed
     | EngineReady
     | StartRefused
     | RequestRefused
     | PrefixCacheReset
+    | MemoryChanged
     | StepNews
     | EngineFailed
 )
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(
-    StartEngine | AddRequest | AbortRequest | StopAbort | ResetPrefixCache | Shutdown
+    StartEngine
+    | AddRequest
+    | AbortRequest
+    | StopAbort
+    | ResetPrefixCache
+    | Sleep
+    | WakeUp
+    | ReleaseCache
+    | Shutdown
 )
 _from_engine = msgspec.msgpack.Decoder(
     StartProgressed
@@ -214,6 +279,7 @@ _from_engine = msgspec.msgpack.Decoder(
     | StartRefused
     | RequestRefused
     | PrefixCacheReset
+    | MemoryChanged
     | StepNews
     | EngineFailed
 )

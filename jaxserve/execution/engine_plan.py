@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.buckets import BucketTable
@@ -40,6 +41,7 @@ from jaxserve.execution.temporaries import estimate_temporaries
 from jaxserve.scheduling.admission import max_sequence_tokens
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.policies import POLICIES, Policy
 from models.kv_cache import abstract_cache
 from models.sharding import device_bytes
 
@@ -133,9 +135,17 @@ def scheduler_config(setup: ModelSetup, limits: Limits, buckets: BucketTable) ->
         row_buckets=buckets.row_buckets,
         max_steps_in_flight=setup.config.max_steps_in_flight,
         long_prefill_token_threshold=setup.config.long_prefill_token_threshold,
+        max_queue_seconds=setup.config.max_queue_time,
         enable_prefix_caching=setup.config.enable_prefix_caching,
         num_host_pages=_count_host_pages(setup),
     )
+
+
+def make_policy(config: EngineConfig) -> Policy:
+    """The policy that the scheduler goes by, with the operator's goals."""
+    given = {"ttft_goal_seconds": config.ttft_goal_ms, "tpot_goal_seconds": config.tpot_goal_ms}
+    goals = {name: goal / 1e3 for name, goal in given.items() if goal is not None}
+    return POLICIES[config.scheduling_policy](**goals)
 
 
 def make_programs(

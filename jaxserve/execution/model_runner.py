@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.execution.batch_builder import PackedBatch
@@ -17,6 +16,7 @@ from jaxserve.execution.sampler import NUM_TOP_LOGPROBS
 from jaxserve.execution.step_functions import RESULT_COLUMNS
 from jaxserve.step import StepResult, TokenLogprobs
 from models.kv_cache import KVCache
+from models.sharding import compile_zeros
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,26 @@ class ModelRunner:
         *,
         head_index: int,
         page_mover: PageMover | None = None,
+        allocate: Callable[[], tuple[KVCache, DeviceState]] | None = None,
+        load_weights: Callable[[], list[jax.Array]] | None = None,
     ):
+        """Hold the arrays of one engine.
+
+        Args:
+          leaves: the weights.
+          cache: of keys and values.
+          state: of the slots.
+          programs: all compiled.
+          head_index: of the leaf that makes logits.
+          page_mover: of the host tier.
+          allocate: makes a cache and a state of zeros, compiled; it is compiled here if not given.
+          load_weights: reads the weights again from where they came from.
+        """
         self._leaves, self._head = list(leaves), leaves[head_index]
+        self._head_index = head_index
         self._cache, self._state = cache, state
+        self._allocate = allocate or compile_zeros((cache, state))
+        self._load_weights = load_weights
         self._programs, self.page_mover = programs, page_mover
         self._cache_changes: deque[Callable[[KVCache], KVCache]] = deque()
         self.num_uploaded_bytes = 0
@@ -102,21 +119,52 @@ class ModelRunner:
             return False
         return True
 
+    def drop_moves(self) -> bool:
+        """Forget the pages on their way to the host; returns whether one failed to get there."""
+        return self.page_mover is not None and self.page_mover.drop_pending()
+
     def reset(self) -> None:
         """Allocate cache and state anew, zeros; what they held is freed first.
 
         Raises:
           JaxRuntimeError: the device has no memory for them, or does not answer.
         """
-        arrays = (self._cache, self._state)
-        for leaf in jax.tree.leaves(arrays):
-            if not leaf.is_deleted():
-                leaf.delete()
-        self._cache, self._state = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), arrays
-        )
+        self.drop_cache()
+        self._cache, self._state = self._allocate()
         jax.block_until_ready(self._cache)
         jax.device_get(self._state)
+
+    def drop_cache(self) -> None:
+        """Free cache and state; `reset` must come before the next step."""
+        _delete((self._cache, self._state))
+
+    @property
+    def weights(self) -> Sequence[jax.Array]:
+        """All leaves, in the layout's order."""
+        return self._leaves
+
+    def drop_weights(self) -> None:
+        """Free the weights; `put_weights` must come before the next step."""
+        _delete(self._leaves)
+
+    def put_weights(self, values: Sequence[np.ndarray] | None) -> None:
+        """Put weights where those lie that were dropped.
+
+        Args:
+          values: of all leaves; None = as the model's files have them now.
+
+        Raises:
+          JaxRuntimeError: the device has no memory for them.
+          ModelLoadError: the files are missing or refused.
+        """
+        if values is None:
+            assert self._load_weights is not None
+            leaves = self._load_weights()
+        else:
+            pairs = zip(values, self._leaves, strict=True)
+            leaves = [jax.device_put(value, leaf.sharding) for value, leaf in pairs]
+        self._leaves = jax.block_until_ready(leaves)
+        self._head = self._leaves[self._head_index]
 
     def change_cache_in_next_step(self, changes: Sequence[Callable[[KVCache], KVCache]]) -> None:
         """Let the next dispatch give the cache to these functions, when pages have been moved.
@@ -144,6 +192,12 @@ class ModelRunner:
         """A program takes the numpy buffer itself: cheaper than a device_put before the call."""
         self.num_uploaded_bytes += buffer.nbytes
         return buffer
+
+
+def _delete(arrays: object) -> None:
+    for leaf in jax.tree.leaves(arrays):
+        if not leaf.is_deleted():
+            leaf.delete()
 
 
 def _read_logprobs(

@@ -101,6 +101,16 @@ class PageMover:
         """Wait until all slots are filled; raises what went wrong."""
         self._wait_for(len(self._pending))
 
+    def drop_pending(self) -> bool:
+        """Wait for all that is on its way, and forget what failed; for use after a failed step.
+
+        Returns:
+          Whether anything failed: then its slots hold nothing of use.
+        """
+        errors = [landing.done.exception() for landing in self._pending]
+        self._pending.clear()
+        return any(errors)
+
     def measure(self, cache: KVCache) -> KVCache:
         """Time both directions for `seconds_per_page`; the null page and any slot are overwritten.
 
@@ -192,7 +202,8 @@ class PageMover:
     def _pop_landed(self) -> None:
         """Take the oldest away once it has landed.
 
-        One that failed stays, so that each later step fails too: its slots hold nothing of use.
+        One that failed stays, so that each later step fails too, until `drop_pending`: its slots
+        hold nothing of use.
         """
         self._pending[0].done.result()
         self._pending.popleft()

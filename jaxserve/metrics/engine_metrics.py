@@ -26,6 +26,9 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 """The settings that bound what waits; vLLM has the same reasons."""
 
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's names of the sleep levels 0 to 2."""
+
 
 class WatchedEngine(Protocol):
     """What is read of an engine when metrics are asked for; AsyncLLMEngine has it."""
@@ -136,6 +139,16 @@ class EngineMetrics(Collector):
         yield make.gauge(
             "vllm:kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", stats.kv_cache_usage
         )
+        is_ready = engine.state is EngineState.READY
+        yield make.gauges(
+            "vllm:engine_sleep_state",
+            "1 for awake, asleep with the weights on the host, or asleep without them.",
+            "sleep_state",
+            {
+                state: is_ready and stats.sleep_level == level
+                for level, state in enumerate(SLEEP_STATES)
+            },
+        )
         if (info := engine.info) is not None:
             facts = {
                 "block_size": info.page_size,
@@ -155,7 +168,8 @@ class EngineMetrics(Collector):
         make, totals = self._make, self._totals
         requests, rejected = self._requests, self._num_rejected
         num_prompt, num_cached = requests.num_prompt_tokens, requests.num_cached_tokens
-        num_queries, num_hits = totals["num_prefix_queries"], totals["num_prefix_hits"]
+        num_queries, num_host_hits = totals["num_prefix_queries"], totals["num_host_prefix_hits"]
+        num_hits = totals["num_prefix_hits"] - num_host_hits  # on the device, as vLLM counts
         for name, text, value in (
             ("vllm:num_preemptions", "Preemptions.", totals["num_preemptions"]),
             ("vllm:prompt_tokens", "Prompt tokens processed.", num_prompt),
@@ -165,6 +179,26 @@ class EngineMetrics(Collector):
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", num_hits),
             ("vllm:gpu_prefix_cache_queries", "Old name of prefix_cache_queries.", num_queries),
             ("vllm:gpu_prefix_cache_hits", "Old name of prefix_cache_hits.", num_hits),
+            (
+                "vllm:external_prefix_cache_queries",
+                "Tokens looked up in the host's memory, since the device had not computed them.",
+                num_queries - num_hits,
+            ),
+            (
+                "vllm:external_prefix_cache_hits",
+                "Tokens found in the host's memory.",
+                num_host_hits,
+            ),
+            (
+                "jaxserve:offloaded_bytes",
+                "Bytes of pages copied to the host's memory.",
+                totals["num_offloaded_bytes"],
+            ),
+            (
+                "jaxserve:fetched_bytes",
+                "Bytes of pages copied back from the host's memory.",
+                totals["num_fetched_bytes"],
+            ),
             ("vllm:corrupted_requests", "Sequences ended by NaN.", requests.num_corrupted),
             ("vllm_requests", "Requests that ended.", requests.num_requests_ended),
             ("jaxserve:step_tokens", "Tokens that steps computed.", totals["num_tokens"]),

@@ -16,6 +16,9 @@ FOLLOWED = (
     "num_compilations",
     "num_prefix_queries",
     "num_prefix_hits",
+    "num_host_prefix_hits",
+    "num_offloaded_bytes",
+    "num_fetched_bytes",
     *(f"{stage}_seconds" for stage in STAGES),
 )
 """The fields of `EngineStats` that count since the engine's start."""

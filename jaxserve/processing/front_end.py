@@ -31,6 +31,7 @@ class FrontEnd:
       defaults: what generation_config.json says.
       chat_template: text of a template that replaces the tokenizer's.
       max_logprobs: largest number of log-probabilities of a token.
+      scheduling_policy: of the engine.
     """
 
     opened: OpenedModel
@@ -39,6 +40,7 @@ class FrontEnd:
     defaults: GenerationDefaults
     chat_template: str | None
     max_logprobs: int
+    scheduling_policy: str
 
     @classmethod
     def open(cls, config: EngineConfig) -> Self:
@@ -59,6 +61,7 @@ class FrontEnd:
             defaults=defaults,
             chat_template=_read_chat_template(config.chat_template),
             max_logprobs=config.max_logprobs,
+            scheduling_policy=config.scheduling_policy,
         )
         num_ends = len(front_end.eos_token_ids)
         if num_ends > MAX_STOP_IDS:
@@ -95,6 +98,7 @@ class FrontEnd:
             eos_token_ids=eos_token_ids,
             default_params=self.default_params,
             chat_template=self.chat_template,
+            scheduling_policy=self.scheduling_policy,
         )
 
     def output_processor(self) -> OutputProcessor:

@@ -91,6 +91,11 @@ class RequestLoop:
         finally:
             self._leave([submission[0].request_id])
 
+    def drain(self) -> None:
+        """Step until nothing is unfinished; streams find their outputs when they go on."""
+        while self._client.has_unfinished:
+            self._advance()
+
     def close(self) -> None:
         """End all requests, and wait for the steps in flight."""
         self._leave(list(self._inbox_of))

@@ -20,6 +20,7 @@ from jaxserve.processing.request_options import (
     NO_OPTIONS,
     Priority,
     RequestOptions,
+    check_policy_fields,
     list_priorities,
 )
 from jaxserve.processing.sampling_limits import (
@@ -44,6 +45,7 @@ class RequestMaker:
       eos_token_ids: of the model.
       default_params: of requests that come without any.
       chat_template: text of a template that replaces the tokenizer's.
+      scheduling_policy: of the engine; priorities and goals that it does not go by are refused.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class RequestMaker:
         eos_token_ids: tuple[int, ...],
         default_params: SamplingParams,
         chat_template: str | None,
+        scheduling_policy: str = "fcfs",
     ):
         self._tokenizer, self._limits = tokenizer, limits
         self._eos_token_ids, self._default_params = eos_token_ids, default_params
-        self._chat_template = chat_template
+        self._chat_template, self._scheduling_policy = chat_template, scheduling_policy
         self._next_id: Callable[[], int] = itertools.count().__next__
 
     def of_prompts(
@@ -147,7 +150,9 @@ class RequestMaker:
         made: list[Submission] = []
         for prompt, its_params, its_priority in of_each:
             copy = checked.copy_of(its_params, len(prompt.token_ids))
-            request = self._make_request(prompt, copy, prompt.options.over(options), its_priority)
+            its_options = prompt.options.over(options)
+            check_policy_fields(its_options, its_priority, self._scheduling_policy)
+            request = self._make_request(prompt, copy, its_options, its_priority)
             made.append((request, prompt.text))
         return made
 

@@ -86,6 +86,38 @@ def list_priorities(priority: Priority, num_prompts: int) -> list[int]:
     return [check_int("priority", item) for item in priority]
 
 
+def check_policy_fields(options: RequestOptions, priority: int, policy: str) -> None:
+    """Refuse what the scheduling policy would not go by.
+
+    Args:
+      options: of the request.
+      priority: of the request; 0 asks for nothing.
+      policy: the engine's `scheduling_policy`.
+
+    Raises:
+      InvalidRequestError: a priority or goal is given, and the policy is for the other or neither.
+    """
+    if priority and policy != "priority":
+        raise _not_gone_by("priority", "must be 0", priority, policy, "priority")
+    if policy == "slo":
+        return
+    goals = (options.ttft_goal_seconds, options.tpot_goal_seconds)
+    for name, seconds in zip(("ttft_goal_ms", "tpot_goal_ms"), goals, strict=True):
+        if seconds is not None:
+            raise _not_gone_by(name, "must not be given", seconds * 1e3, policy, "slo")
+
+
+def _not_gone_by(
+    name: str, rule: str, value: float, policy: str, needed: str
+) -> InvalidRequestError:
+    return InvalidRequestError.for_field(
+        name,
+        f"{rule} under the scheduling policy {policy}",
+        value,
+        advice=f"it needs an engine with scheduling_policy='{needed}'",
+    )
+
+
 def _check_salt(cache_salt: Any) -> str:
     is_text = isinstance(cache_salt, str) and 1 <= len(cache_salt) <= MAX_SALT_CHARS
     # The prefix cache goes by the salt's bytes, which half a surrogate pair does not have.

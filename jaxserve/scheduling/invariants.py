@@ -95,7 +95,11 @@ def _check_pages(roster: Roster, owners: list[Sequence]) -> None:
 
 
 def _check_freed_pages(roster: Roster, owners: list[Sequence], rows: list[ScheduledRow]) -> None:
-    """Freed pages are the first of a table, and no token still to be computed sees them."""
+    """Freed pages are the first of a table, and no token still to be computed sees them.
+
+    One that leaves computes nothing from them any more; steps that were taken back set its count of
+    computed tokens back, but not the pages.
+    """
     num_uncertain: Counter[Sequence] = Counter()
     for row in rows:
         if row.is_decode:
@@ -108,7 +112,8 @@ def _check_freed_pages(roster: Roster, owners: list[Sequence], rows: list[Schedu
             _require([i for i, p in enumerate(table) if not p] == [*range(num_freed)], law, table)
             num_dead = pool.num_dead_pages(next_token)
             law = f"at most {num_dead} pages of group {group} may be freed at {next_token}"
-            _require(num_freed <= num_dead, law, num_freed)
+            is_leaving = sequence.status is SequenceStatus.LEAVING
+            _require(is_leaving or num_freed <= num_dead, law, num_freed)
             most = pool.max_held_pages(sequence.max_num_tokens, roster.max_row_tokens)
             law = f"a sequence must hold at most {most} pages of group {group}"
             _require(len(table) - num_freed <= most, law, len(table) - num_freed)

@@ -167,6 +167,10 @@ class PagePool:
         evicted, self._evicted = self._evicted, []
         return evicted
 
+    def give_up_host(self) -> None:
+        """Evicted pages are dropped from now on."""
+        self.host = HostCache(0)
+
     def forget_cached(self) -> None:
         """Forget the content of all pages; those that are held stay with their holders."""
         self._free += self.cache.clear()

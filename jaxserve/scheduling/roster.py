@@ -62,7 +62,6 @@ class Roster:
         self.waiting: deque[Sequence] = deque()
         self.leaving: dict[Sequence, None] = {}
         self.num_preemptions = 0
-        self.num_prefix_queries = self.num_prefix_hits = 0
         self.no_pages: NewPages = ((),) * len(page_pools)
         self.page_step = math.gcd(*(pool.page_size for pool in page_pools))
         self.unfinished: dict[str, dict[int, Sequence]] = {}

@@ -72,6 +72,11 @@ class Scheduler:
         return bool(roster.running or roster.waiting or roster.leaving)
 
     @property
+    def unfinished_request_ids(self) -> tuple[str, ...]:
+        """Of the requests of which a sequence waits or runs."""
+        return tuple(self._roster.unfinished)
+
+    @property
     def num_running(self) -> int:
         """Sequences that run."""
         return len(self._roster.running)
@@ -114,6 +119,11 @@ class Scheduler:
     def num_prefix_hits(self) -> int:
         """How many of them were found; never falls."""
         return self._roster.prefixes.num_hits
+
+    @property
+    def num_host_prefix_hits(self) -> int:
+        """How many of these were fetched from the host's memory; never falls."""
+        return self._roster.prefixes.num_host_hits
 
     def reset_prefix_cache(self) -> None:
         """Forget all computed prefixes; what runs keeps its pages."""
@@ -227,6 +237,7 @@ class Scheduler:
         self._order.end_step(output)
         num_rows, width = len(reserved), result.tokens.shape[1]
         roster, updates = self._roster, []
+        page_step = roster.page_step
         rows = zip(
             output.rows,
             reserved,
@@ -240,9 +251,11 @@ class Scheduler:
             sequence = row.sequence
             sequence.num_steps_in_flight -= 1
             sequence.num_pending_tokens -= room
-            if is_finite and (count or not row.is_decode):
+            if is_finite:
                 num_written = count if row.is_decode else row.num_scheduled_tokens
-                roster.prefixes.remember(sequence, row.start + num_written)
+                end = row.start + num_written
+                if end % page_step < num_written:  # else it fills no page
+                    roster.prefixes.remember(sequence, end)
             if sequence.finish_reason is None:
                 if not is_finite:
                     updates.append(_end_with_error(roster, sequence, NOT_FINITE))

@@ -131,6 +131,9 @@ class BatchReader:
             raise ModelNotFoundError(f"The model `{shown}` does not exist. Valid aliases: {names}")
         if request.stream:
             raise InvalidRequestError("stream must not be set in a batch", parameter="stream")
+        if request.use_beam_search:
+            rule = "must not be set in a batch"
+            raise InvalidRequestError(f"use_beam_search {rule}", parameter="use_beam_search")
         return request
 
     def _submissions(self, request: ChatRequest | CompletionRequest) -> list[Submission]:

@@ -141,7 +141,8 @@ def check_scheduled(outputs: Sequence[RequestOutput]) -> None:
     """
     if all(map(waited_in_vain, outputs)):
         raise QueueTimeoutError(
-            "the request must run before its timeout; it only waited: ask again later"
+            "the request must run before its timeout and within max_queue_time; it only waited: "
+            "ask again later"
         )
 
 

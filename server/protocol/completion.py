@@ -49,7 +49,7 @@ def decode_completion_request(
         rule = "must not be given with logprobs: those of prompts are not supported in this release"
         raise InvalidRequestError(f"echo {rule}", parameter="echo")
     num_prompts = len(list_prompts(request))
-    if num_prompts * request.num_sequences > MAX_SEQUENCES:
+    if num_prompts * request.num_run_sequences > MAX_SEQUENCES:
         rule = f"must be at most {MAX_SEQUENCES} together with {num_prompts} prompts"
         raise InvalidRequestError.for_field("n", rule, request.n)
     return request, unknown

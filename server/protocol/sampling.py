@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.field_checks import check_int, check_number
 from jaxserve.processing.request_options import RequestOptions
 from jaxserve.processing.sampling_limits import refuse_unsupported
 from jaxserve.sampling_params import RepetitionDetectionParams, SamplingParams
@@ -93,8 +94,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     best_of: Any = None
     truncate_prompt_tokens: Any = None
     truncation_side: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -109,12 +110,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         """Sequences of each prompt."""
         return 1 if self.n is None else self.n
 
+    @property
+    def num_run_sequences(self) -> int:
+        """Sequences that the engine runs for each prompt; of a beam search, its beams."""
+        return self.best_of if self.use_beam_search and self.best_of else self.num_sequences
+
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "truncation_side": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1.0),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None, {}),
     "guided_json": (None,),
@@ -155,12 +159,33 @@ def check_shared_fields(request: SamplingFields) -> None:
       InvalidRequestError: a field breaks its rule, or is not supported.
     """
     refuse_fields(request, _REFUSED)
-    if request.best_of is not None and request.best_of != request.num_sequences:
+    if request.use_beam_search:
+        _check_beam_search(request)
+    elif request.length_penalty not in (None, 1.0):
+        rule = "must be given only with use_beam_search"
+        raise InvalidRequestError.for_field("length_penalty", rule, request.length_penalty)
+    elif request.best_of is not None and request.best_of != request.num_sequences:
         rule = "must equal n: choosing the best of more is not supported in this release"
         raise InvalidRequestError.for_field("best_of", rule, request.best_of)
     if request.stream_options is not None and not request.stream:
         rule = "must be given only with stream"
         raise InvalidRequestError(f"stream_options {rule}", parameter="stream_options")
+
+
+def _check_beam_search(request: SamplingFields) -> None:
+    if request.stream:
+        rule = "must not be set with use_beam_search: the best beams are known at the end only"
+        raise InvalidRequestError.for_field("stream", rule, True)
+    for name in ("stop", "stop_token_ids", "min_tokens"):
+        if value := getattr(request, name):
+            rule = "must not be given with use_beam_search"
+            raise InvalidRequestError.for_field(name, rule, value)
+    if request.best_of is not None:
+        request.best_of = check_int("best_of", request.best_of, request.num_sequences)
+    if request.temperature is not None:
+        check_number("temperature", request.temperature, 0, 2)
+    if request.length_penalty is not None:
+        check_number("length_penalty", request.length_penalty)
 
 
 def make_request_options(
@@ -209,6 +234,8 @@ def make_sampling_params(
         fields["extra_args"] = request.vllm_xargs
     if request.repetition_detection is not None:
         fields["repetition_detection"] = _repetition_detection(request.repetition_detection)
+    if request.use_beam_search:  # nothing is drawn, so these only say how many beams there are
+        fields |= {"n": request.num_run_sequences, "temperature": 1.0}
     params = SamplingParams.from_optional(**fields, max_tokens=max_tokens, logprobs=logprobs)
     _check_defaults(params, request)
     return params

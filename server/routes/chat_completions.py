@@ -11,6 +11,7 @@ from server.protocol.answers import encoder
 from server.protocol.chat import chat_options, chat_sampling_params, decode_chat_request
 from server.protocol.chat_answers import ChatStream, chat_response
 from server.protocol.sampling import make_request_options
+from server.routes.beam_search import beam_streams
 from server.routes.generation import GenerationEndpoint, Job, decode_body
 from server.state import ServerState
 
@@ -26,6 +27,7 @@ async def _prepare(state: ServerState, scope: Scope, body: bytes) -> Job:
         trusts_template=config.trust_request_chat_template,
         parse_special_tokens=config.parse_special_tokens_in_content,
     )
+    open_stream = beam_streams(engine, request)
     style = state.answer_style(
         request, scope, "chatcmpl", returns_text=bool(request.return_prompt_text)
     )
@@ -52,6 +54,7 @@ async def _prepare(state: ServerState, scope: Scope, body: bytes) -> Job:
         unknown_fields=unknown,
         writer=writer,
         make_body=make_body,
+        open_stream=open_stream,
     )
 
 

@@ -18,6 +18,7 @@ from server.protocol.completion import (
 )
 from server.protocol.completion_answers import CompletionStream, completion_response
 from server.protocol.sampling import make_request_options
+from server.routes.beam_search import beam_streams
 from server.routes.generation import GenerationEndpoint, Job, decode_body
 from server.state import ServerState
 
@@ -27,6 +28,7 @@ async def _prepare(state: ServerState, scope: Scope, body: bytes) -> Job:
     request, unknown = await decode_body(state, body, decode_completion_request)
     state.check_model(request.model)
     params = completion_sampling_params(request, engine.front_end.default_params)
+    open_stream = beam_streams(engine, request)
     style = state.answer_style(request, scope, "cmpl")
     prompts = list(list_prompts(request))
     await check_prompt_sizes(state, (prompt for prompt in prompts if isinstance(prompt, str)))
@@ -56,6 +58,7 @@ async def _prepare(state: ServerState, scope: Scope, body: bytes) -> Job:
         unknown_fields=unknown,
         writer=writer,
         make_body=make_body,
+        open_stream=open_stream,
     )
 
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.errors import QueueTimeoutError
 from jaxserve.outputs import RequestOutput
 from jaxserve.processing.request_loop import Submission
 from server.access.limits import read_body
@@ -24,6 +25,8 @@ from server.streaming import (
 
 logger = logging.getLogger(__name__)
 
+type OpenStream = Callable[[Submission], AsyncGenerator[RequestOutput]]
+
 LARGE_BODY_BYTES = 1 << 16
 """Larger bodies are decoded in a thread: 1 MiB takes up to 20 ms."""
 
@@ -38,6 +41,7 @@ class Job:
       unknown_fields: names of fields of the body that were not known.
       writer: makes the events of a stream; None where one answer comes at the end.
       make_body: makes that answer of the outputs, one a prompt.
+      open_stream: gives the outputs of a submission; None is the engine's `stream`.
     """
 
     response_id: str
@@ -45,10 +49,11 @@ class Job:
     unknown_fields: list[str]
     writer: EventWriter | None
     make_body: Callable[[Sequence[RequestOutput]], bytes]
+    open_stream: OpenStream | None = None
 
     @property
-    def may_wait_in_vain(self) -> bool:
-        """Whether the answer may be that nothing ran within its timeout."""
+    def has_timeout(self) -> bool:
+        """Whether a request of it has a timeout."""
         return any(request.timeout_seconds is not None for request, _ in self.submissions)
 
     @property
@@ -80,32 +85,46 @@ class GenerationEndpoint:
         await run_until_disconnect(self._answer(state, scope, body, send), receive)
 
     async def _answer(self, state: ServerState, scope: Scope, body: bytes, send: Send) -> None:
-        with state.queue.place() as place:
-            job = await self._prepare(state, scope, body)
-            place.take(job.submissions)
-            if state.config.enable_log_requests:
-                log_job(job, state.config.max_log_len)
-            streams = [state.engine.stream(submission) for submission in job.submissions]
-            if job.writer is not None:
-                keep_alive = state.config.sse_keep_alive_interval
-                await send_stream(
-                    send,
-                    streams,
-                    job.writer,
-                    headers=job.headers,
-                    keep_alive_seconds=keep_alive,
-                    starts_at_once=not job.may_wait_in_vain,
-                )
-                return
-            outputs: dict[int, RequestOutput] = {}
-            async with contextlib.aclosing(scheduled_outputs(streams)) as given:
-                async for prompt_index, output in given:
-                    outputs[prompt_index] = output
-        content = job.make_body([outputs[index] for index in sorted(outputs)])
+        try:
+            with state.queue.place() as place:
+                job = await self._prepare(state, scope, body)
+                place.take(job.submissions)
+                outputs = await _run(state, job, send)
+        except QueueTimeoutError as error:
+            error.retry_seconds = state.queue.seconds_until_served()
+            raise
+        if outputs is None:
+            return
+        content = job.make_body(outputs)
         response = Response(content, media_type="application/json")
         response.raw_headers.extend(job.headers)
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": content})
+
+
+async def _run(state: ServerState, job: Job, send: Send) -> list[RequestOutput] | None:
+    """Run a job; None: it was a stream, and its client has it."""
+    if state.config.enable_log_requests:
+        log_job(job, state.config.max_log_len)
+    open_stream = job.open_stream or state.engine.stream
+    streams = [open_stream(submission) for submission in job.submissions]
+    if job.writer is not None:
+        has_queue_limit = state.engine.config.max_queue_time is not None
+        await send_stream(
+            send,
+            streams,
+            job.writer,
+            headers=job.headers,
+            keep_alive_seconds=state.config.sse_keep_alive_interval,
+            # What waits in vain is answered 503, for which the answer must not have begun.
+            starts_at_once=not (job.has_timeout or has_queue_limit),
+        )
+        return None
+    outputs: dict[int, RequestOutput] = {}
+    async with contextlib.aclosing(scheduled_outputs(streams)) as given:
+        async for prompt_index, output in given:
+            outputs[prompt_index] = output
+    return [outputs[index] for index in sorted(outputs)]
 
 
 async def decode_body[T](state: ServerState, body: bytes, decode: Callable[..., T]) -> T:

@@ -134,3 +134,19 @@ def test_bugbank_F05_a_pool_of_seven_pages_finishes_two_long_requests():
     expected = [generate(with_scheduler(shared_engine()), [p], params)[0] for p in prompts]
     assert generate(engine, prompts, params) == expected
     assert engine.scheduler.num_preemptions > 0
+
+
+def test_siblings_of_one_request_share_the_pages_of_its_prompt():
+    engine, prompt = with_scheduler(shared_engine()), tuple(range(3, 103))
+    before = engine.times.num_tokens
+    add_request(engine, "four", prompt, sampled(n=4, max_tokens=5))
+    updates = drain(engine)
+    tail = len(prompt) % PAGE_SIZE
+    assert engine.times.num_tokens - before == len(prompt) + 3 * tail + 4 * 4
+    answers = [tokens_of(updates["four", index]) for index in range(4)]
+    assert len(set(answers)) == 4
+    for index, answer in enumerate(answers):
+        alone = generate(
+            with_scheduler(shared_engine()), [prompt], sampled(5 + index, max_tokens=5)
+        )
+        assert alone == [answer]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import SCHEDULING_POLICIES, EngineConfig
 from jaxserve.errors import EngineConfigError
+from jaxserve.scheduling.policies import POLICIES
 
 
 def test_the_defaults_are_valid_and_frozen():
@@ -88,6 +89,15 @@ BAD: list[tuple[str, Any, str]] = [
     ("max_num_batched_tokens", "-1", "must be at least 1; got -1"),
     ("long_prefill_token_threshold", -1, "must be at least 0"),
     ("max_steps_in_flight", 0, "must be at least 1"),
+    ("preemption_mode", "never", "must be one of swap, recompute, auto; got 'never'"),
+    ("scheduling_policy", "lifo", "must be one of fcfs, priority, shortest-first, slo; got 'lifo'"),
+    ("scheduling_policy", None, "must be text"),
+    ("ttft_goal_ms", 250, "must be given only with scheduling_policy='slo'; got 250"),
+    ("ttft_goal_ms", 0, "must be at least 0.001; got 0"),
+    ("tpot_goal_ms", 0.5, "must be given only with scheduling_policy='slo'; got 0.5"),
+    ("tpot_goal_ms", float("inf"), "must be finite"),
+    ("max_queue_time", 0, "must be at least 0.001; got 0"),
+    ("max_queue_time", "5", "must be a number"),
     ("row_buckets", 5, "must be a list of positive integers; got 5"),
     ("row_buckets", (), "must be a list of positive integers"),
     ("row_buckets", (0,), "must be a list of positive integers"),
@@ -113,6 +123,10 @@ def test_a_bad_value_is_refused_with_name_rule_and_value(name: str, value: Any, 
 def test_each_field_that_has_a_rule_is_among_the_bad_ones():
     free = {"chat_template", "compilation_cache_dir"}
     assert {field.name for field in dataclasses.fields(EngineConfig)} - free == {b[0] for b in BAD}
+
+
+def test_the_policies_that_can_be_chosen_are_those_that_there_are():
+    assert SCHEDULING_POLICIES == tuple(POLICIES)
 
 
 @pytest.mark.parametrize(

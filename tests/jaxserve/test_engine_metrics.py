@@ -23,7 +23,7 @@ from jaxserve.metrics.totals import STAGES
 from jaxserve.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from jaxserve.request import Request
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
-from jaxserve.scheduling.scheduler import _NOT_FINITE
+from jaxserve.scheduling.scheduler import NOT_FINITE
 from jaxserve.v1.metrics.reader import read_metrics
 from tests.engine_infos import make_info
 from tests.tiny_llm import MODEL, SETTINGS
@@ -239,7 +239,7 @@ def test_a_prompt_that_was_never_computed_is_not_observed_as_such():
 
 def test_only_what_was_not_finite_counts_as_corrupted():
     metrics = EngineMetrics(fake_engine())
-    for number, error in enumerate((_NOT_FINITE, "the step failed: RuntimeError")):
+    for number, error in enumerate((NOT_FINITE, "the step failed: RuntimeError")):
         request_id = str(number)
         output = make_output(times(1, 12.0), reason="error", request_id=request_id)
         output.outputs[0].error = error

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.llm import LLM
+from jaxserve.outputs import RequestOutput
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from tests.tiny_llm import MODEL, SETTINGS, write_tokenizer
@@ -21,7 +22,7 @@ MESSAGES = [{"role": "user", "content": " ".join(f"w{i}" for i in PROMPT)}]
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     tokenizer: Path = write_tokenizer(tmp_path_factory.mktemp("words"))
-    return LLM(MODEL, tokenizer=tokenizer, **SETTINGS)
+    return LLM(MODEL, tokenizer=tokenizer, scheduling_policy="priority", **SETTINGS)
 
 
 @pytest.fixture
@@ -44,6 +45,12 @@ def ask(llm: LLM, salt: str | None = None, **fields: Any) -> tuple[list[int], in
     prompt = {"prompt_token_ids": PROMPT, "cache_salt": salt}
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     return output.outputs[0].token_ids, output.num_cached_tokens
+
+
+def start_of(output: RequestOutput) -> float | None:
+    """When a request was first scheduled."""
+    assert output.metrics is not None
+    return output.metrics.scheduled_ts
 
 
 def test_an_equal_prompt_is_found_but_for_its_last_page_and_gives_the_same_tokens(llm: LLM):
@@ -130,16 +137,34 @@ def test_a_bad_priority_or_timeout_is_refused_before_anything_runs(
 
 
 def test_what_a_prompt_says_itself_goes_over_what_is_said_for_all(llm: LLM, sent: list[Request]):
-    own = {"prompt_token_ids": [5], "timeout": 200, "ttft_goal_ms": 250, "tpot_goal_ms": 20}
+    own = {"prompt_token_ids": [5], "timeout": 200, "cache_salt": "a"}
     llm.generate([own, [6]], use_tqdm=False, timeout=100)
-    first, second = sent
-    assert (first.timeout_seconds, first.ttft_goal_seconds, first.tpot_goal_seconds) == (
-        200.0,
-        0.25,
-        0.02,
-    )
-    assert (second.timeout_seconds, second.ttft_goal_seconds, second.cache_salt) == (
-        100.0,
-        None,
-        None,
-    )
+    asked = [(request.timeout_seconds, request.cache_salt) for request in sent]
+    assert asked == [(200.0, "a"), (100.0, None)]
+
+
+def test_the_smallest_priority_runs_first(llm: LLM):
+    priorities = [9] * 8 + [-1]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    outputs = llm.generate([[7, n] for n in range(9)], params, priority=priorities, use_tqdm=False)
+    starts = list(map(start_of, outputs))
+    assert None not in starts and starts[-1] == min(start or 0.0 for start in starts) != starts[-2]
+
+
+@pytest.mark.parametrize("name", ["ttft_goal_ms", "tpot_goal_ms"])
+def test_goals_are_refused_under_a_policy_that_does_not_go_by_them(
+    llm: LLM, sent: list[Request], name: str
+):
+    with pytest.raises(InvalidRequestError, match=f"{name} must not be given under .* priority"):
+        llm.generate([[5], {"prompt_token_ids": [5], name: 100}], use_tqdm=False)
+    assert not sent
+
+
+def test_who_waits_longer_than_max_queue_time_ends_without_a_token():
+    llm = LLM(MODEL, skip_tokenizer_init=True, max_queue_time=0.001, **SETTINGS)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([[7, n] for n in range(9)], params, use_tqdm=False)
+    late = outputs[SETTINGS["max_num_seqs"] :]
+    assert [output.outputs[0].finish_reason for output in late] == ["timeout"] * len(late)
+    assert {start_of(output) for output in late} == {None}
+    assert not any(output.outputs[0].token_ids for output in late)

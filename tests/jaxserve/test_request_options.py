@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.processing.request_options import NO_OPTIONS, RequestOptions, list_priorities
+from jaxserve.processing.request_options import (
+    NO_OPTIONS,
+    RequestOptions,
+    check_policy_fields,
+    list_priorities,
+)
+from jaxserve.scheduling.policies import POLICIES
 
 
 def test_goals_are_given_in_milliseconds_and_kept_in_seconds():
@@ -81,3 +87,26 @@ def test_what_is_no_priority_is_refused(priority: Any, message: str):
     with pytest.raises(InvalidRequestError) as caught:
         list_priorities(priority, 2)
     assert str(caught.value) == message
+
+
+POLICY_CASES = [
+    ({}, 3, "priority must be 0 under the scheduling policy {}; got 3; it needs", "priority"),
+    ({"ttft_goal_ms": 250}, 0, "ttft_goal_ms must not be given under .* {}; got 250", "slo"),
+    ({"tpot_goal_ms": 12.5}, 0, "tpot_goal_ms must not be given under .* {}; got 12.5", "slo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "priority", "message", "needed"), POLICY_CASES)
+def test_what_a_policy_does_not_go_by_is_refused_under_it(fields, priority, message, needed):
+    options = RequestOptions.from_fields(timeout=5, cache_salt="s", **fields)
+    check_policy_fields(options, priority, needed)
+    for policy in POLICIES.keys() - {needed}:
+        with pytest.raises(InvalidRequestError, match=message.format(policy)) as caught:
+            check_policy_fields(options, priority, policy)
+        assert caught.value.parameter in (*fields, "priority")
+        assert f"scheduling_policy='{needed}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_asks_nothing_of_a_policy_is_taken_by_all(policy):
+    check_policy_fields(RequestOptions.from_fields(timeout=5, cache_salt="s"), 0, policy)

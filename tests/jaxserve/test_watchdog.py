@@ -1,5 +1,6 @@
 """Steps that hang: who sees it, when, and what the process then does."""
 
+import gc
 import logging
 import os
 import signal
@@ -11,7 +12,12 @@ import time
 import pytest
 
 from jaxserve.engine_client import InProcessClient
+from jaxserve.execution.model_runner import StepHandle
+from jaxserve.llm import LLM
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.step import StepResult
 from jaxserve.watchdog import Watchdog, format_stacks
+from tests.tiny_llm import MODEL, SETTINGS
 
 LIMIT = 0.4
 
@@ -142,3 +148,37 @@ def test_a_hanging_step_in_this_process_is_told_of_and_may_come_back(watched) ->
     watchdog, seen = watched
     client = InProcessClient(HangingEngine(seen), watchdog)
     assert client.updates() == [] and len(seen.messages) == 1
+
+
+def test_a_hanging_step_of_an_llm_is_logged_with_advice_and_nothing_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(MODEL, skip_tokenizer_init=True, step_timeout=LIMIT, **SETTINGS)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    (quiet,) = llm.generate(prompt, params, use_tqdm=False)
+    collect = llm.engine.runner.collect
+
+    def collect_late(handle: StepHandle) -> StepResult:
+        monkeypatch.undo()
+        time.sleep(3 * LIMIT)
+        return collect(handle)
+
+    monkeypatch.setattr(llm.engine.runner, "collect", collect_late)
+    (late,) = llm.generate(prompt, params, use_tqdm=False)
+    assert late.outputs[0].token_ids == quiet.outputs[0].token_ids
+    first, second = (r.message for r in caplog.records if r.name.startswith("jaxserve"))
+    assert "in collect_late" in first
+    assert second == (
+        "a step has not come back for 0.4 s; if it never does, restart this process, or the "
+        "notebook's kernel"
+    )
+    num_watchdogs = sum(thread.name == "watchdog" for thread in threading.enumerate())
+    del llm
+    gc.collect()
+    for _ in range(100):
+        if sum(thread.name == "watchdog" for thread in threading.enumerate()) < num_watchdogs:
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the watchdog of an LLM that is gone must end")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import httpx
+import msgspec
 from starlette.applications import Starlette
 
 from jaxserve.async_llm_engine import AsyncLLMEngine
@@ -142,6 +143,23 @@ def say(
                 )
             )
         return updates
+
+    return script
+
+
+def time_out(*, num_tokens: int = 0, only: str | None = None) -> Script:
+    """A script in which deadlines pass, of all prompts or of one text."""
+
+    def script(request: Request, index: int) -> list[SequenceUpdate]:
+        updates = say("abcdefgh")(request, index)
+        is_late = only is None or len(request.prompt_token_ids) == len(only)
+        if is_late:
+            end = SequenceUpdate(
+                request_id=request.request_id, index=index, finish_reason=FinishReason.TIMEOUT
+            )
+            updates = [*updates[:num_tokens], end]
+        seconds = None if is_late and not num_tokens else 1.0
+        return [msgspec.structs.replace(u, scheduled_seconds=seconds) for u in updates]
 
     return script
 

@@ -49,7 +49,9 @@ def test_every_field_has_a_flag_of_its_name():
         str: ("m", "m"),
     }
     special = {"load_format": "dummy", "dtype": "float16", "generation_config": "vllm"}
-    special |= {"attention_backend": "xla", "stacked_weights": "all"}
+    special |= {"attention_backend": "xla", "stacked_weights": "all", "scheduling_policy": "slo"}
+    special |= {"preemption_mode": "recompute"}
+    needed = {"ttft_goal_ms": "slo", "tpot_goal_ms": "slo"}
     several: dict[str, Any] = {"served_model_name": ("m", ("m",))}
     for field in dataclasses.fields(EngineConfig):
         kind = next(k for k in values if k.__name__ in str(field.type))
@@ -61,7 +63,10 @@ def test_every_field_has_a_flag_of_its_name():
         if field.name == "max_logprobs":
             word, expected = "7", 7
         flag = f"--{field.name.replace('_', '-')}"
-        config = engine_config(parse(flag) if word is None else parse(flag, word))
+        words = [flag] if word is None else [flag, word]
+        if field.name in needed:
+            words += ["--scheduling-policy", needed[field.name]]
+        config = engine_config(parse(*words))
         assert getattr(config, field.name) == expected, field.name
 
 
@@ -194,7 +199,6 @@ def test_vllms_short_names_are_known(capsys):
         ["--speculative-config", '{"method": "ngram"}'],
         ["--compilation-config.level", "3"],
         ["--kv-cache-dtype", "fp8"],
-        ["--scheduling_policy=priority"],
         ["--enforce-eager"],
     ],
 )

@@ -1,13 +1,15 @@
 """The bound of the queue: by sequences and by prompt tokens, and never for ever."""
 
 import asyncio
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
-from server.access.queue_bound import QueueBound
+from server.access.queue_bound import Place, QueueBound
 from tests.server.answers import error_of
-from tests.server.scripted_engine import INFO, Served, say
+from tests.server.scripted_engine import INFO, Served, say, time_out
+from tests.server.test_leaving_rate import Clock
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.bugbank]
 
@@ -102,6 +104,57 @@ async def test_bugbank_R18_requests_that_are_still_prepared_count(monkeypatch):
         go.set()
         statuses = [response.status_code for response in await asyncio.gather(*tasks)]
         assert statuses.count(200) == 3 and statuses.count(429) == 7
+
+
+async def test_a_refusal_says_when_there_is_room_by_what_the_engine_finished_lately():
+    async with Served(max_num_queued_reqs=2) as served:
+        state, clock = served.app.state.server, Clock()
+        queue = state.queue = QueueBound(served.engine, state.config, clock)
+        submissions = await served.engine.prepare_prompts([7] * 50)
+
+        def take_place() -> AbstractContextManager[Place]:
+            place = queue.place()
+            place.__enter__().take(submissions)
+            return place
+
+        async def refused() -> int:
+            response = await served.complete()
+            error_of(response, 429)
+            return int(response.headers["retry-after"])
+
+        first, second = take_place(), take_place()
+        clock.now += 7
+        assert await refused() == 7  # nothing has ended so far
+        first.__exit__(None, None, None)
+        third = take_place()
+        clock.now += 5
+        assert await refused() == 12  # one in 12 seconds
+        second.__exit__(None, None, None)
+        fourth = take_place()
+        assert await refused() == 6
+        failed = RuntimeError()
+        third.__exit__(RuntimeError, failed, None)  # makes room, and tells nothing of the engine
+        third = take_place()
+        assert await refused() == 6
+        assert queue.seconds_until_served() == 12
+        for place in (third, fourth):
+            place.__exit__(None, None, None)
+        assert (await served.complete()).status_code == 200
+
+
+async def test_a_request_that_waited_in_vain_is_told_when_those_that_wait_are_served():
+    async with Served(time_out()) as served:
+        state, clock = served.app.state.server, Clock()
+        queue = state.queue = QueueBound(served.engine, state.config, clock)
+        submissions = await served.engine.prepare_prompts([7] * 50)
+        places = [queue.place() for _ in range(4)]
+        for place in places:
+            place.__enter__().take(submissions)
+        clock.now += 10
+        places.pop().__exit__(None, None, None)
+        response = await served.complete(timeout=5)
+        error_of(response, 503)
+        assert response.headers["retry-after"] == "30"  # three, one in 10 seconds
 
 
 async def test_a_place_is_given_back_however_its_request_ends():

@@ -12,36 +12,42 @@ from jaxserve.async_llm_engine import AsyncLLMEngine
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.messages import PrefixCacheReset, ResetPrefixCache
 from jaxserve.errors import EngineDeadError
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.step import SequenceUpdate
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.answers import USAGE, error_of, events, strict
-from tests.server.scripted_engine import Served, say
+from tests.server.scripted_engine import Served, say, time_out
 from tests.tiny_llm import MODEL, SETTINGS, write_tokenizer
 
 pytestmark = pytest.mark.asyncio
 
 FIELDS: dict[str, Any] = {
     "cache_salt": "tenant",
-    "priority": -2,
     "timeout": 30,
-    "ttft_goal_ms": 200,
-    "tpot_goal_ms": 12.5,
     "skip_reading_prefix_cache": True,
 }
 
+OF_POLICIES: dict[str, dict[str, Any]] = {
+    "priority": {"priority": -2},
+    "slo": {"ttft_goal_ms": 200, "tpot_goal_ms": 12.5},
+}
 
-async def test_the_fields_of_a_body_reach_the_engine_at_both_routes():
-    async with Served(strict=True, default_request_timeout=60.0) as served:
+
+@pytest.mark.parametrize("policy", OF_POLICIES)
+async def test_the_fields_of_a_body_reach_the_engine_at_both_routes(policy):
+    config = {"scheduling_policy": policy}
+    async with Served(strict=True, default_request_timeout=60.0, engine_config=config) as served:
         for ask in (served.chat, served.complete):
             for stream in (False, True):
-                assert (await ask(stream=stream, **FIELDS)).status_code == 200
+                fields = FIELDS | OF_POLICIES[policy]
+                assert (await ask(stream=stream, **fields)).status_code == 200
                 request = served.process.added[-1].request()
-                assert (request.cache_salt, request.priority) == ("tenant", -2)
-                assert request.timeout_seconds == 30.0
-                assert (request.ttft_goal_seconds, request.tpot_goal_seconds) == (0.2, 0.0125)
+                assert (request.cache_salt, request.timeout_seconds) == ("tenant", 30.0)
+                goals = (request.ttft_goal_seconds, request.tpot_goal_seconds)
+                expected = (-2, None, None) if policy == "priority" else (0, 0.2, 0.0125)
+                assert (request.priority, *goals) == expected
                 assert request.sampling_params.skip_reading_prefix_cache is True
                 await ask(stream=stream)
                 request = served.process.added[-1].request()
@@ -50,8 +56,9 @@ async def test_the_fields_of_a_body_reach_the_engine_at_both_routes():
 
 
 async def test_several_prompts_of_a_body_get_the_same_fields():
-    async with Served() as served:
-        assert (await served.complete(["a", "b"], **FIELDS)).status_code == 200
+    async with Served(engine_config={"scheduling_policy": "priority"}) as served:
+        response = await served.complete(["a", "b"], **FIELDS, **OF_POLICIES["priority"])
+        assert response.status_code == 200
         requests = [message.request() for message in served.process.added]
         assert [(r.cache_salt, r.priority) for r in requests] == [("tenant", -2)] * 2
         assert [request.timeout_seconds for request in requests] == [30.0] * 2
@@ -71,21 +78,17 @@ async def test_a_bad_field_is_refused_by_name_and_nothing_runs():
         assert not served.process.added
 
 
-def time_out(*, num_tokens: int = 0, only: str | None = None):
-    """A script in which deadlines pass, of all prompts or of one text."""
-
-    def script(request: Request, index: int) -> list[SequenceUpdate]:
-        updates = say("abcdefgh")(request, index)
-        is_late = only is None or len(request.prompt_token_ids) == len(only)
-        if is_late:
-            end = SequenceUpdate(
-                request_id=request.request_id, index=index, finish_reason=FinishReason.TIMEOUT
-            )
-            updates = [*updates[:num_tokens], end]
-        seconds = None if is_late and not num_tokens else 1.0
-        return [msgspec.structs.replace(u, scheduled_seconds=seconds) for u in updates]
-
-    return script
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-first", "slo"])
+async def test_what_the_policy_does_not_go_by_is_refused_and_nothing_runs(policy):
+    async with Served(engine_config={"scheduling_policy": policy}) as served:
+        for needed, fields in OF_POLICIES.items():
+            for name, value in fields.items() if needed != policy else ():
+                for ask in (served.chat, served.complete):
+                    message = error_of(await ask(**{name: value}), 400, name)
+                    got = value if name == "priority" else float(value)
+                    assert f"under the scheduling policy {policy}; got {got}; it" in message
+        assert not served.process.added
+        assert (await served.chat(priority=0, ttft_goal_ms=None)).status_code == 200
 
 
 async def test_a_request_that_never_ran_is_answered_503_and_when_to_come_again():
@@ -162,6 +165,21 @@ async def test_a_stream_with_a_deadline_begins_with_its_first_event():
         assert events(await served.chat(stream=True, timeout=5))[-1] == "[DONE]"
 
 
+async def test_under_a_limit_of_the_queue_every_stream_waits_for_its_first_event():
+    config = {"max_queue_time": 5}
+    async with Served(time_out(), engine_config=config) as served:
+        for stream in (False, True):
+            message = error_of(await served.chat(stream=stream), 503)
+            assert "within max_queue_time" in message
+    async with Served(engine_config=config) as served:
+        served.process.hold()
+        running = asyncio.create_task(served.chat(stream=True))
+        while not served.process.added:
+            await asyncio.sleep(0.001)
+        served.process.tell(EngineDeadError("killed"))
+        error_of(await running, 503)
+
+
 async def test_the_cache_is_reset_only_where_the_server_has_routes_for_developers():
     async with Served() as served:
         error_of(await served.client.post("/reset_prefix_cache"), 404)
@@ -236,7 +254,7 @@ async def test_a_real_engine_finds_equal_prompts_of_equal_salt(tmp_path):
     async def generate(**fields: Any) -> tuple[str, int | None]:
         params = SamplingParams(temperature=0, max_tokens=6)
         asked = {"prompt_token_ids": prompt, **fields}
-        *_, last = [output async for output in engine.generate(asked, params, priority=1)]
+        *_, last = [output async for output in engine.generate(asked, params, priority=0)]
         return last.outputs[0].text, last.num_cached_tokens
 
     try:
@@ -244,7 +262,7 @@ async def test_a_real_engine_finds_equal_prompts_of_equal_salt(tmp_path):
         await engine.wait_until_ready()
         text, num_cached = await ask()
         assert num_cached == 0
-        assert await ask() == await ask(priority=3, timeout=600) == (text, 32)
+        assert await ask() == await ask(priority=0, timeout=600) == (text, 32)
         assert await ask(skip_reading_prefix_cache=True) == (text, 0)
         assert await ask(cache_salt="a") == (text, 0)
         assert await ask(cache_salt="a") == await generate(cache_salt="a") == (text, 32)

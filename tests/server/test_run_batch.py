@@ -18,7 +18,7 @@ from tests.tiny_llm import MODEL, SETTINGS, write_tokenizer
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     tokenizer: Path = write_tokenizer(tmp_path_factory.mktemp("words"))
-    return LLM(MODEL, tokenizer=tokenizer, **SETTINGS)
+    return LLM(MODEL, tokenizer=tokenizer, scheduling_policy="priority", **SETTINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -199,12 +199,13 @@ def test_what_a_body_asks_of_the_engine_reaches_it_and_a_deadline_that_passes_is
         return outputs
 
     monkeypatch.setattr(llm, "run", late)
-    asked = {"cache_salt": "s", "priority": 4, "timeout": 600, "ttft_goal_ms": 5}
+    asked = {"cache_salt": "s", "priority": 4, "timeout": 600}
     lines = completion("late", **asked) + chat("good", "w9", **asked) + completion("bad", timeout=0)
+    lines += completion("aim", ttft_goal_ms=5)
     answers = batch(tmp_path, lines)
     for request in seen:
         assert (request.cache_salt, request.priority) == ("s", 4)
-        assert (request.timeout_seconds, request.ttft_goal_seconds) == (600.0, 0.005)
-    assert [answer["response"]["status_code"] for answer in answers] == [503, 200, 400]
+        assert request.timeout_seconds == 600.0
+    assert [answer["response"]["status_code"] for answer in answers] == [503, 200, 400, 400]
     assert "must run before its timeout" in answers[0]["error"]["message"]
-    assert answers[2]["error"]["param"] == "timeout"
+    assert [a["error"]["param"] for a in answers[2:]] == ["timeout", "ttft_goal_ms"]
