@@ -76,6 +76,11 @@ class SimulatedDevice:
             is_finite=np.array([row.sequence.seed not in self.poisoned for row in output.rows]),
         )
 
+    def lose_memory(self) -> None:
+        """Pages and slots hold nothing any more; the host's memory stays."""
+        self._memory.clear()
+        self._slots.clear()
+
     def _move(self, output: SchedulerOutput) -> None:
         for move in output.offloads:
             offsets = range(self.page_sizes[move.group])

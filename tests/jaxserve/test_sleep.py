@@ -88,11 +88,12 @@ def test_all_bytes_go_and_come_back_the_same_and_nothing_is_compiled(engine: Eng
         add_request(engine, "refused", CASES[0].prompt, greedy())
     assert str(caught.value) == ASLEEP.format(level)
     engine.wake_up()
-    assert engine.sleep_level == 0 and live_bytes() == before
-    for value, leaf, old in zip(values, engine.runner.weights, weights, strict=True):
+    back, zeros = arrays_of(engine)
+    assert engine.sleep_level == 0 and sum(leaf.nbytes for leaf in (*back, *zeros)) == num_bytes
+    for value, leaf, old in zip(values, back, weights, strict=True):
         assert leaf.sharding == old.sharding and leaf.dtype == old.dtype
         np.testing.assert_array_equal(np.asarray(leaf), value)
-    assert not any(np.asarray(leaf).any() for leaf in arrays_of(engine)[1])
+    assert not any(np.asarray(leaf).any() for leaf in zeros)
     assert_idle_and_sane(engine)
     assert counter.count == 0
 

@@ -48,7 +48,6 @@ def refused(decode: Any, name: str, **fields: Any) -> str:
 REFUSED_EVERYWHERE: dict[str, Any] = {
     "truncate_prompt_tokens": -1,
     "truncation_side": "left",
-    "use_beam_search": True,
     "length_penalty": 0.5,
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},
