@@ -36,7 +36,7 @@ def check_wake_tags(tags: Sequence[str] | None) -> tuple[str, ...]:
     """
     if tags is None:
         return WAKE_TAGS
-    if not isinstance(tags, list | tuple) or not tags or not set(tags) <= set(WAKE_TAGS):
+    if not isinstance(tags, list | tuple) or not tags or any(t not in WAKE_TAGS for t in tags):
         rule = f"must be a list of {' and '.join(WAKE_TAGS)}"
         raise InvalidRequestError.for_field("tags", rule, tags)
     return tuple(tags)

@@ -127,7 +127,7 @@ def test_another_salt_shares_nothing():
     assert engine.scheduler.num_prefix_hits == 48
 
 
-def test_bugbank_F05_a_pool_of_seven_pages_finishes_two_long_requests():
+def test_bugbank_R45_F05_a_pool_of_seven_pages_finishes_two_long_requests():
     engine = with_scheduler(shared_engine(), num_pages=8)
     prompts = [tuple(range(3, 37)), tuple(range(40, 74))]
     params = sampled(max_tokens=35, temperature=0.0)

@@ -13,11 +13,15 @@ from jaxserve.distributed.messages import (
     AddRequest,
     BadFrameError,
     EngineStats,
+    MemoryChanged,
     PrefixCacheReset,
+    ReleaseCache,
     ResetPrefixCache,
     Shutdown,
+    Sleep,
     StartProgressed,
     StepNews,
+    WakeUp,
     decode_from_engine,
     decode_to_engine,
     encode_frame,
@@ -67,6 +71,9 @@ def test_a_request_comes_back_as_it_was():
         AbortRequest("x"),
         Shutdown(),
         ResetPrefixCache(),
+        Sleep(2, "keep"),
+        WakeUp(("weights",)),
+        ReleaseCache(),
         StopAbort(request_id="x", index=1, num_output_tokens=4, stop=None),
     ],
 )
@@ -92,8 +99,9 @@ def test_news_of_a_step_come_back_with_log_probabilities():
     assert decode_from_engine(body_of(encode_frame(news))) == news
 
 
-def test_news_of_a_reset_come_back():
-    assert decode_from_engine(body_of(encode_frame(PrefixCacheReset()))) == PrefixCacheReset()
+def test_answers_to_commands_come_back():
+    for news in (PrefixCacheReset(), MemoryChanged(EngineStats(sleep_level=2), "full", True)):
+        assert decode_from_engine(body_of(encode_frame(news))) == news
 
 
 def test_a_message_of_the_other_direction_is_none():

@@ -234,7 +234,7 @@ def test_memory_that_is_not_there_is_told_and_the_next_try_succeeds(
     engine.release_cache()
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "_allocate", no_memory)
-        with pytest.raises(EngineNotReadyError, match="KV cache must come back" + got):
+        with pytest.raises(EngineNotReadyError, match="cache must come back to the device" + got):
             add_request(engine, "refused", CASES[0].prompt, greedy())
         assert not engine.has_unfinished
     assert_idle_and_sane(engine)

@@ -92,6 +92,7 @@ BAD = [
     (completion("a", "w5 " * 200), "a", 400, "maximum context length"),
     (completion("a", model="other"), "a", 404, "The model `other` does not exist"),
     (completion("a", stream=True), "a", 400, "stream must not be set in a batch"),
+    (completion("a", use_beam_search=True), "a", 400, "use_beam_search must not be set in a"),
     (completion("a", frequency_penalty=9), "a", 400, "frequency_penalty"),
     (chat("a", "w5", tool_choice="required"), "a", 400, "tool_choice"),
 ]
