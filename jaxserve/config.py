@@ -277,6 +277,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None, "uni"),
     "enable_chunked_prefill": (True, None),
     "async_scheduling": (True, None),
+    "enable_sleep_mode": (False, True),
     "enable_lora": (False,),
     "max_loras": (1,),
     "max_lora_rank": (16,),

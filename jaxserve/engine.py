@@ -84,9 +84,7 @@ class Engine:
           EngineNotReadyError: the engine sleeps, or a released KV cache finds no memory.
           EngineDeadError: the engine is dead.
         """
-        self._check_not_dead()
-        self._sleeper.check_awake()
-        self._sleeper.restore_cache(self.runner)
+        self.make_ready()
         seed = request.sampling_params.seed
         first_seed = self._random.getrandbits(63) if seed is None else seed
         for index in range(request.sampling_params.n):
@@ -98,6 +96,17 @@ class Engine:
                     token_ids=list(request.prompt_token_ids),
                 )
             )
+
+    def make_ready(self) -> None:
+        """Take a released KV cache back, so that requests and pages can come.
+
+        Raises:
+          EngineNotReadyError: the engine sleeps, or a released KV cache finds no memory.
+          EngineDeadError: the engine is dead.
+        """
+        self._check_not_dead()
+        self._sleeper.check_awake()
+        self._sleeper.restore_cache(self.runner)
 
     def abort(
         self,

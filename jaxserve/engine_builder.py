@@ -58,6 +58,7 @@ class BuiltEngine:
       engine: ready to step.
       model_config: the model's numbers.
       path: where the model came from.
+      cache_dir: folder of what is kept between starts, such as compiled programs.
       limits: the sizes chosen.
       bill: the memory's use.
       device_kind: of the device that runs the model, such as "NVIDIA H200" or "cpu".
@@ -68,6 +69,7 @@ class BuiltEngine:
     engine: Engine
     model_config: ModelConfig
     path: Path
+    cache_dir: Path
     limits: Limits
     bill: MemoryBill
     device_kind: str
@@ -140,6 +142,7 @@ class _EngineBuilder:
             engine=engine,
             model_config=setup.model,
             path=path,
+            cache_dir=cache_dir,
             limits=plan.limits,
             bill=plan.bill,
             device_kind=jax.devices()[0].device_kind,

@@ -1,5 +1,6 @@
 """LLM: the offline door, for notebooks and scripts."""
 
+import functools
 import logging
 import os
 import weakref
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.engine_builder import BuiltEngine
     from jaxserve.metrics.offline import WatchedProcessor
+    from jaxserve.prefix_snapshots import PrefixSnapshots
     from jaxserve.v1.metrics.reader import Metric
 
 
@@ -362,6 +364,71 @@ class LLM:
         refuse_given(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         self._built.engine.scheduler.reset_prefix_cache()
         return True
+
+    def save_prefix(
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        cache_salt: str | None = None,
+    ) -> int:
+        """Write a prompt's full pages of keys and values to `<folder>/<name>.safetensors`.
+
+        Args:
+          name: of the snapshot; one of that name is replaced.
+          prompt: one, as in `generate`; it is computed if it is not cached.
+          folder: "prefixes" beside the compilation cache if not given.
+          cache_salt: of the requests that may use it; the prompt's own goes before it.
+
+        Returns:
+          Tokens in the snapshot; what fills no page is left out.
+
+        Raises:
+          InvalidRequestError: name or prompt breaks a rule, or a stream is unfinished.
+          EngineConfigError: the prefix cache is off.
+          OSError: the file cannot be written.
+        """
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        options = RequestOptions.from_fields(cache_salt=cache_salt)
+        submissions = self._maker.of_prompts(
+            prompt, params, RequestOutputKind.FINAL_ONLY, request_options=options
+        )
+        (request, _), *more = submissions
+        if more:
+            raise InvalidRequestError.for_field("prompt", "must be one", len(submissions))
+        compute = functools.partial(self.run, submissions, use_tqdm=False)
+        return self._snapshots(folder).save(name, request, compute)
+
+    def load_prefix(
+        self,
+        name: str,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        cache_salt: str | None = None,
+    ) -> int:
+        """Put a saved prefix into the KV cache; later requests that begin with it find it there.
+
+        Args:
+          name: of the snapshot.
+          folder: as in `save_prefix`.
+          cache_salt: under which it was saved.
+
+        Returns:
+          Tokens in the snapshot.
+
+        Raises:
+          InvalidRequestError: the file is missing or damaged, was saved by another model or for
+            another cache or salt, finds too few free pages, or a stream is unfinished.
+          EngineConfigError: the prefix cache is off.
+        """
+        RequestOptions.from_fields(cache_salt=cache_salt)  # refuses what is no salt
+        return self._snapshots(folder).load(name, cache_salt)
+
+    def _snapshots(self, folder: str | os.PathLike[str] | None) -> "PrefixSnapshots":
+        from jaxserve.prefix_snapshots import PrefixSnapshots  # imports JAX
+
+        return PrefixSnapshots(self._built, folder)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the device's memory; requests are refused until `wake_up`.

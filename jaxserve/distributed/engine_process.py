@@ -210,6 +210,10 @@ class EngineLoop:
                     self._engine.wake_up(command.tags)
                 case ReleaseCache():
                     self._engine.release_cache()
+        except ModelLoadError as error:  # names files of this machine
+            logger.error("the weights could not be loaded again: %s", error)
+            message = "the weights could not be loaded again; see the server's log"
+            return MemoryChanged(self._stats(), message)
         except JaxServeError as error:
             is_refusal = isinstance(error, InvalidRequestError)
             return MemoryChanged(self._stats(), str(error), is_refusal)

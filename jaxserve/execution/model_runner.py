@@ -139,6 +139,15 @@ class ModelRunner:
         _delete((self._cache, self._state))
 
     @property
+    def cache(self) -> KVCache:
+        """As the newest step leaves it; the next one takes it away."""
+        return self._cache
+
+    def change_cache(self, change: Callable[[KVCache], KVCache]) -> None:
+        """Give the cache to a function that may donate it, and keep what that returns."""
+        self._cache = change(self._cache)
+
+    @property
     def weights(self) -> Sequence[jax.Array]:
         """All leaves, in the layout's order."""
         return self._leaves

@@ -20,7 +20,7 @@ class Sleeper:
 
     The cache comes and goes together with the device state; its content is lost. Programs stay,
     so nothing is compiled. A GPU's memory returns to JAX's own pool: other JAX code of the process
-    can use it, another process only where JAX preallocates no pool.
+    can use it, another process only where XLA's allocator is "platform".
 
     The caller sees that no step is in flight.
 

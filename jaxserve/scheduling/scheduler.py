@@ -106,6 +106,16 @@ class Scheduler:
         return tuple(pool.num_usable + 1 for pool in self._roster.page_pools)
 
     @property
+    def page_pools(self) -> tuple[PagePool, ...]:
+        """The pool of each cache group."""
+        return self._roster.page_pools
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Whether computed prefixes are remembered."""
+        return self._config.enable_prefix_caching
+
+    @property
     def num_window_pages_freed(self) -> int:
         """Pages that running sequences gave back, since the start; never falls."""
         return self._roster.num_window_pages_freed

@@ -25,7 +25,9 @@ NUM_REQUESTS, PAGE_SIZE = 40, 16
 
 @cache
 def built_with_host_memory() -> BuiltEngine:
-    return make_engine(GOLDENS_FOLDER / "llama_gqa", kv_offloading_size=1 / 64)
+    return make_engine(
+        GOLDENS_FOLDER / "llama_gqa", kv_offloading_size=1 / 64, preemption_mode="swap"
+    )
 
 
 @cache

@@ -338,6 +338,18 @@ def test_gauges_are_those_of_the_engine_at_this_moment():
     assert value(metrics, "jaxserve:engine_state", state="dead") == 0
 
 
+def test_the_sleep_state_is_one_of_vllms_and_none_before_the_engine_is_ready():
+    engine = fake_engine(state=EngineState.STARTING)
+    metrics, states = EngineMetrics(engine), ("awake", "weights_offloaded", "discard_all")
+    seen = []
+    for level in (None, 0, 1, 2):
+        if level is not None:
+            engine.state, engine.stats = EngineState.READY, EngineStats(sleep_level=level)
+        name = "vllm:engine_sleep_state"
+        seen.append([value(metrics, name, sleep_state=state) for state in states])
+    assert seen == [[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]]
+
+
 def test_an_engine_that_is_still_starting_can_be_scraped():
     metrics = EngineMetrics(fake_engine(state=EngineState.STARTING, info=None))
     text = generate_latest(metrics.registry).decode()

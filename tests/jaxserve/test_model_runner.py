@@ -164,6 +164,7 @@ def tiered_engine() -> Engine:
             max_num_seqs=1,
             max_steps_in_flight=1,
             kv_offloading_size=NUM_SLOTS * PAGE_BYTES / 2**30,
+            preemption_mode="swap",
         )
     mover = built.engine.runner.page_mover
     assert mover is not None and mover.seconds_per_page is not None

@@ -13,6 +13,16 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.async_llm_engine import AsyncLLMEngine
 from jaxserve.config import EngineConfig
+from jaxserve.distributed.messages import (
+    FromEngine,
+    MemoryChanged,
+    ReleaseCache,
+    RequestRefused,
+    Sleep,
+    StepNews,
+    ToEngine,
+    WakeUp,
+)
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineNotReadyError, InvalidRequestError, ModelLoadError
 from jaxserve.execution.programs import CompilationCounter
@@ -32,6 +42,7 @@ from tests.engine_runs import (
     tokens_of,
 )
 from tests.goldens_loader import load_golden
+from tests.jaxserve.test_engine_process import Peer, add
 from tests.tiny_llm import MODEL, SETTINGS
 
 GOLDEN = load_golden("llama_gqa")
@@ -266,6 +277,7 @@ def test_the_host_tier_and_poisoned_pages_go_with_a_sleep():
         num_gpu_blocks_override=24,
         kv_offloading_size=2**-8,
         preemption_mode="swap",
+        preemption_mode="swap",
         debug_poison_pages=True,
     ).engine
     mover = engine.runner.page_mover
@@ -291,9 +303,83 @@ def test_the_host_tier_and_poisoned_pages_go_with_a_sleep():
     assert_idle_and_sane(engine)
 
 
+@pytest.fixture
+def peer(engine: Engine) -> Iterator[Peer]:
+    peer = Peer(engine)
+    yield peer
+    peer.close()
+
+
+def test_ends_are_told_before_the_answer_and_commands_wait_for_one_that_waits(peer: Peer):
+    peer.send(add("a", CASES[0].prompt, 20), add("b", CASES[1].prompt, 30))
+    peer.turn()
+    peer.send(Sleep(2, "wait"), WakeUp(("weights", "kv_cache")), Sleep(1, "abort"))
+    peer.turn()
+    assert not any(isinstance(news, MemoryChanged) for news in peer.news)
+    while not isinstance(peer.news[-1], MemoryChanged):
+        peer.loop.turn()
+        peer.receive()
+    levels = [peer.news[-1].stats.sleep_level]
+    for _ in range(2):
+        news = peer.receive()
+        assert isinstance(news, MemoryChanged) and news.error is None
+        levels.append(news.stats.sleep_level)
+    assert levels == [2, 0, 1]
+    assert peer.tokens_of("a") == list(CASES[0].tokens[:20])
+    assert peer.tokens_of("b") == list(CASES[1].tokens[:30])
+    peer.send(WakeUp(("weights", "kv_cache")))
+    peer.loop.turn()
+    assert peer.receive() == peer.news[-1]
+    peer.send(add("c", CASES[2].prompt, 20))
+    peer.turn()
+    peer.send(Sleep(1, "abort"))
+    peer.loop.turn()
+    ends = peer.receive()
+    assert isinstance(ends, StepNews)
+    assert ends.updates[-1].finish_reason is FinishReason.ABORT
+    assert isinstance(peer.receive(), MemoryChanged)
+
+
+def test_the_process_tells_what_it_cannot_do_and_goes_on(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    runner = peer.engine.runner
+
+    def fail(error: Exception) -> Any:
+        raise error
+
+    def told(message: ToEngine) -> FromEngine:
+        peer.send(message)
+        peer.loop.turn()
+        return peer.receive()
+
+    assert told(ReleaseCache()) == MemoryChanged(peer.loop._stats())
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_allocate", lambda: fail(MemoryError()))
+        news = told(add("a", CASES[0].prompt, 20))
+    assert isinstance(news, RequestRefused) and news.is_not_ready
+    assert news.message == "the KV cache must come back to the device; got MemoryError"
+    peer.send(add("a", CASES[0].prompt, 20))
+    peer.turn()
+    peer.send(ReleaseCache())
+    peer.loop.turn()
+    refused = peer.receive()
+    assert isinstance(refused, MemoryChanged) and refused.is_refusal
+    assert isinstance(peer.receive(), StepNews)
+    peer.turn_until_idle()
+    assert peer.tokens_of("a") == list(CASES[0].tokens[:20])
+    assert isinstance(told(Sleep(2, "abort")), MemoryChanged)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_load_weights", lambda: fail(ModelLoadError("/secret/path")))
+        news = told(WakeUp(("weights",)))
+    assert isinstance(news, MemoryChanged) and news.stats.sleep_level == 2
+    assert news.error == "the weights could not be loaded again; see the server's log"
+
+
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(MODEL, skip_tokenizer_init=True, disable_log_stats=False, **SETTINGS)
+    switches: dict[str, Any] = {"skip_tokenizer_init": True, "disable_log_stats": False}
+    return LLM(MODEL, enable_sleep_mode=True, **switches, **SETTINGS)
 
 
 def ask(llm: LLM) -> list[int]:
@@ -388,9 +474,11 @@ def test_a_tag_that_is_none_is_refused(llm: LLM, tags: Any):
 
 def test_an_engine_process_sleeps_in_each_mode_and_refuses_meanwhile():
     async def collect(engine: AsyncLLMEngine, first: asyncio.Event) -> tuple[list[int], Any]:
+        outputs = []
         async for output in engine.generate(PROMPT, PARAMS):
+            outputs.append(output.outputs[0])
             first.set()
-        return output.outputs[0].token_ids, output.outputs[0].finish_reason
+        return outputs[-1].token_ids, outputs[-1].finish_reason
 
     async def main() -> None:
         engine = AsyncLLMEngine(EngineConfig(model=MODEL, skip_tokenizer_init=True, **SETTINGS))

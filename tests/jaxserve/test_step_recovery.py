@@ -294,7 +294,11 @@ def test_pages_on_the_host_survive_neither_a_lost_cache_nor_a_copy_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(
-        GOLDEN.folder, num_gpu_blocks_override=24, kv_offloading_size=2**-8, debug_poison_pages=True
+        GOLDEN.folder,
+        num_gpu_blocks_override=24,
+        kv_offloading_size=2**-8,
+        preemption_mode="swap",
+        debug_poison_pages=True,
     ).engine
     faulty = FaultyRunner.of(engine, "dispatch", [30, 90], runs_out_of_memory)
     mover = faulty.runner.page_mover

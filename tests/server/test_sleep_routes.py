@@ -10,6 +10,7 @@ from jaxserve.distributed.messages import (
     FromEngine,
     MemoryChanged,
     ReleaseCache,
+    RequestRefused,
     Sleep,
     ToEngine,
     WakeUp,
@@ -127,6 +128,17 @@ async def test_what_the_engine_refuses_or_cannot_do_is_told():
         assert "the host's memory" in error_of(answer, 503)
         assert not await is_sleeping(served)
         assert (await served.complete()).status_code == 200
+
+
+async def test_a_request_that_finds_no_memory_for_the_cache_may_be_asked_again():
+    async with Served(enable_dev_routes=True) as served:
+        served.process.hold()
+        running = asyncio.create_task(served.complete())
+        while not served.process.added:
+            await asyncio.sleep(0.001)
+        name = served.process.added[0].request_id
+        served.process.tell(RequestRefused(name, "the cache must come back", is_not_ready=True))
+        assert error_of(await running, 503) == "the cache must come back"
 
 
 async def test_a_client_that_leaves_its_command_takes_no_answer_of_another():
