@@ -136,7 +136,6 @@ class HostRun:
         seconds["of rest: outputs"] = self._loop.output_seconds - before_outputs
         return {"steps": float(num_steps)} | {k: s / num_steps * 1e3 for k, s in seconds.items()}
 
-
     def waste(self, workload: Workload) -> tuple[float, float]:
         """Mean and largest share of the token slots in held pages that hold no token."""
         dispatch, shares = self.engine.runner.dispatch, list[float]()

@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "models", "pallas_kernels", "server")
 HEAVY = (
     "jaxserve.engine", "jaxserve.engine_builder", "jaxserve.execution", "jaxserve.plan_report",
+    "jaxserve.prefix_snapshots", "jaxserve.step_recovery",
 )  # fmt: skip
 """Modules of the upper floors that own, or lead to, arrays."""
 LIGHT_MODELS = (

@@ -277,7 +277,6 @@ def test_the_host_tier_and_poisoned_pages_go_with_a_sleep():
         num_gpu_blocks_override=24,
         kv_offloading_size=2**-8,
         preemption_mode="swap",
-        preemption_mode="swap",
         debug_poison_pages=True,
     ).engine
     mover = engine.runner.page_mover
