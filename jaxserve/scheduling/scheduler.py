@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from jaxserve.request import FinishReason, Sequence, SequenceStatus
-from jaxserve.scheduling.admission import check_length, max_sequence_tokens
+from jaxserve.scheduling.admission import check_length
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.endings import append_tokens, find_end_token_ids, find_max_num_tokens
+from jaxserve.scheduling.facts import SchedulerFacts
 from jaxserve.scheduling.invariants import check_books, num_reserved_tokens
 from jaxserve.scheduling.order import SequenceOrder
 from jaxserve.scheduling.page_pool import PagePool
@@ -23,7 +24,7 @@ _NO_TOKENS = "the step must sample at least 1 token for a running row; got 0"
 NOT_FINITE = "logits must be finite; got NaN, or no finite value"
 
 
-class Scheduler:
+class Scheduler(SchedulerFacts):
     """Continuous batching in the order of a policy, with several steps in flight.
 
     There are no phases: `num_computed_tokens` of each sequence catches up with its `num_tokens`,
@@ -58,121 +59,15 @@ class Scheduler:
           clock: monotonic seconds; the arrival times of requests are on the same clock.
           policy: who comes first.
         """
-        self._config = config
         self._order = SequenceOrder(policy, config, clock)
-        self._roster = Roster(page_pools, config, clock, self._order)
+        super().__init__(config, Roster(page_pools, config, clock, self._order))
         self._clock, self._deadlines = clock, Deadlines(config.max_queue_seconds)
         self._in_flight: deque[SchedulerOutput] = deque()
         self._token_limit = TokenLimit(config)
 
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a sequence waits, runs, or has ended but still holds its slot and pages."""
-        roster = self._roster
-        return bool(roster.running or roster.waiting or roster.leaving)
-
-    @property
-    def unfinished_request_ids(self) -> tuple[str, ...]:
-        """Of the requests of which a sequence waits or runs."""
-        return tuple(self._roster.unfinished)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that run."""
-        return len(self._roster.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait, preempted ones included."""
-        return len(self._roster.waiting)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Preemptions since the start; never falls."""
-        return self._roster.num_preemptions
-
-    @property
-    def max_tokens_per_sequence(self) -> int:
-        """Tokens, prompt included, that one sequence alone can have: the model's, or the pages'."""
-        return max_sequence_tokens(
-            self._roster.page_pools,
-            max_model_len=self._config.max_model_len,
-            max_row_tokens=self._config.max_row_tokens,
-        )
-
-    @property
-    def num_pages(self) -> tuple[int, ...]:
-        """Pages of each cache group, the null page included."""
-        return tuple(pool.num_usable + 1 for pool in self._roster.page_pools)
-
-    @property
-    def page_pools(self) -> tuple[PagePool, ...]:
-        """The pool of each cache group."""
-        return self._roster.page_pools
-
-    @property
-    def has_prefix_cache(self) -> bool:
-        """Whether computed prefixes are remembered."""
-        return self._config.enable_prefix_caching
-
-    @property
-    def num_window_pages_freed(self) -> int:
-        """Pages that running sequences gave back, since the start; never falls."""
-        return self._roster.num_window_pages_freed
-
-    @property
-    def num_prefix_queries(self) -> int:
-        """Tokens looked up in the prefix cache since the start; never falls."""
-        return self._roster.prefixes.num_queries
-
-    @property
-    def num_prefix_hits(self) -> int:
-        """How many of them were found; never falls."""
-        return self._roster.prefixes.num_hits
-
-    @property
-    def num_host_prefix_hits(self) -> int:
-        """How many of these were fetched from the host's memory; never falls."""
-        return self._roster.prefixes.num_host_hits
-
     def reset_prefix_cache(self) -> None:
         """Forget all computed prefixes; what runs keeps its pages."""
         self._roster.prefixes.forget()
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the pages that are held, in [0, 1]; of the fullest group. 0 when idle."""
-        pools = self._roster.page_pools
-        return max((pool.num_usable - pool.num_free) / pool.num_usable for pool in pools)
-
-    @property
-    def unused_slot_share(self) -> float:
-        """Share of the token slots in held pages that hold no computed token, in [0, 1].
-
-        A page that several sequences share counts once. Pages of a window group that lie partly
-        before the window count as used.
-        """
-        roster = self._roster
-        num_slots = num_unused = 0
-        for group, pool in enumerate(roster.page_pools):
-            num_slots += (pool.num_usable - pool.num_free) * pool.page_size
-            for sequence in (*roster.running, *roster.leaving):
-                end = len(sequence.page_tables[group]) * pool.page_size
-                num_unused += max(0, end - sequence.num_computed_tokens)
-        return num_unused / num_slots if num_slots else 0.0
-
-    def page_tables(self) -> dict[tuple[str, int], tuple[tuple[int, ...], ...]]:
-        """Copy who holds which pages now.
-
-        Returns:
-          For each sequence that holds a slot, by request id and index, its page table in each
-          cache group; 0 where a page was given back. Of two with one name the running one.
-        """
-        roster = self._roster
-        return {
-            (sequence.request.request_id, sequence.index): tuple(map(tuple, sequence.page_tables))
-            for sequence in (*roster.leaving, *roster.running)
-        }
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the queue.
