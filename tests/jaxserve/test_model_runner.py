@@ -8,6 +8,7 @@ import pytest
 from jaxserve.engine import Engine
 from jaxserve.execution import limits
 from jaxserve.execution.buckets import BucketTable
+from jaxserve.execution.model_runner import StepHandle
 from jaxserve.execution.page_functions import PAGE_CHUNK_SIZES, PageChunk
 from jaxserve.execution.programs import CompilationCounter, ProgramTable
 from jaxserve.execution.sample_mode import SampleMode
@@ -133,9 +134,11 @@ def test_a_steady_decode_step_of_256_rows_uploads_at_most_16_kib(wide_engine: En
         for update in wide_engine.step():
             updates.setdefault(update.request_id, []).extend(update.new_token_ids)
         num_steps = wide_engine.times.num_steps - steps
-        handles = [handle.batch for _, handle in wide_engine._in_flight]
-        is_steady = all(b.bucket.is_decode_only and b.num_rows == NUM_ROWS for b in handles)
-        if num_steps == 1 and running == NUM_ROWS and handles and is_steady:
+        handles = [handle for _, handle in wide_engine._in_flight]
+        batches = [handle.batch for handle in handles if isinstance(handle, StepHandle)]
+        assert len(batches) == len(handles)
+        is_steady = all(b.bucket.is_decode_only and b.num_rows == NUM_ROWS for b in batches)
+        if num_steps == 1 and running == NUM_ROWS and batches and is_steady:
             steady.append(wide_engine.runner.num_uploaded_bytes - before)
     assert len(steady) > 20
     assert 0 < max(steady) <= 16 << 10
