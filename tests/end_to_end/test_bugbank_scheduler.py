@@ -91,7 +91,7 @@ def test_bugbank_R46_a_client_that_leaves_spoils_nothing_for_the_next_turn():
 def test_bugbank_R47_slots_return_after_every_abort():
     engine, draw = with_scheduler(shared_engine(), max_num_seqs=4), random.Random(8)
     living: list[str] = []
-    for number in range(300):
+    for number in range(150):
         add_request(engine, str(number), (*PREFIX[: draw.randrange(1, 80)], 5), sampled(number))
         living.append(str(number))
         for _ in range(draw.randrange(3)):

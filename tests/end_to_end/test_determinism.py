@@ -20,7 +20,7 @@ from tests.engine_runs import (
 )
 from tests.goldens_loader import GOLDENS_FOLDER
 
-NUM_REQUESTS, PAGE_SIZE = 40, 16
+NUM_REQUESTS, PAGE_SIZE = 24, 16
 
 
 @cache

@@ -133,6 +133,7 @@ def test_the_folder_lies_beside_the_compilation_cache(tmp_path: Path):
     assert (tmp_path / "new" / "prefixes" / "p.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [64, 75])
 @pytest.mark.parametrize("model", ["llama_gqa", "gemma2", "mistral_window", "qwen2_windows"])
 def test_pages_of_all_groups_come_back(model: str, length: int, tmp_path: Path):
