@@ -262,27 +262,8 @@ type FromEngine = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(
-    StartEngine
-    | AddRequest
-    | AbortRequest
-    | StopAbort
-    | ResetPrefixCache
-    | Sleep
-    | WakeUp
-    | ReleaseCache
-    | Shutdown
-)
-_from_engine = msgspec.msgpack.Decoder(
-    StartProgressed
-    | EngineReady
-    | StartRefused
-    | RequestRefused
-    | PrefixCacheReset
-    | MemoryChanged
-    | StepNews
-    | EngineFailed
-)
+_to_engine = msgspec.msgpack.Decoder(ToEngine.__value__)
+_from_engine = msgspec.msgpack.Decoder(FromEngine.__value__)
 
 
 class BadFrameError(ValueError):

@@ -365,8 +365,8 @@ def test_every_short_history_keeps_the_laws():
     num_moves.clear()
     num_faults.clear()
     run_state_machine_as_test(SchedulerMachine, settings=_QUICK)
-    assert min(num_window_pages_freed["all"], num_window_pages_freed["preempting"]) > 10
-    assert min(num_cached_tokens[name] for name in ("all", "windows", "preempting")) > 10
+    assert min(num_window_pages_freed["all"], num_window_pages_freed["preempting"]) > 100
+    assert min(num_cached_tokens[name] for name in ("all", "windows", "preempting")) > 100
     # Rare ones, a lost cache among them, have tests of their own in test_scheduler_retry.py.
     assert sum(num_faults.values()) > 20
     assert min(num_moves["offloads"], num_moves["fetches"]) > 0
