@@ -27,7 +27,8 @@ check: $(STAMP)
 	$(VENV)/bin/pyright
 
 test: check
-	$(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
+		--no-loadscope-reorder
 
 test-gpu: $(STAMP)
 	JAX_PLATFORMS=cuda $(VENV)/bin/python -m pytest -m gpu

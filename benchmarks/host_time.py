@@ -80,7 +80,8 @@ def make_engine(*, enable_prefix_caching: bool) -> Engine:
     buckets = make_bucket_table(
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        smallest_row_bucket=8,
+        small_row_buckets=(1, 8),
+        mixed_row_bucket=128,
     )
     builder = BatchBuilder(
         buckets,

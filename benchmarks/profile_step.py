@@ -4,7 +4,9 @@
 
 PHASE `decode` traces steady decode steps of ROWS rows at a context of TOKENS; `prompt` traces the
 steps that compute ROWS prompts of TOKENS each. Random weights. A FLAG is an engine argument
-(`num_layers=4` cuts the model short; `timeline=1` prints every kernel of the last step, too).
+(`num_layers=4` cuts the model short; `timeline=1` prints every kernel of the last step, too;
+`fused_rows=8` and `fused_mib=1024` say up to how many rows and MiB of a weight a product begins
+with the norm or the gate before it, in place of `models/few_rows.py`).
 """
 
 import collections
@@ -24,6 +26,7 @@ import jax
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.sampling_params import RequestOutputKind
+from models import few_rows
 
 NUM_STEPS = 16
 WARM_UP_STEPS = 8
@@ -49,6 +52,8 @@ def trace_kernels(run) -> list[tuple[float, float, str]]:
 def build(model: str, rows: int, flags: dict[str, Any]) -> LLM:
     """An LLM with few programs."""
     num_layers = flags.pop("num_layers", None)
+    few_rows.MAX_FUSED_ROWS = flags.pop("fused_rows", few_rows.MAX_FUSED_ROWS)
+    few_rows.MAX_FUSED_BYTES = flags.pop("fused_mib", few_rows.MAX_FUSED_BYTES >> 20) << 20
     settings = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -59,6 +64,7 @@ def build(model: str, rows: int, flags: dict[str, Any]) -> LLM:
         "token_buckets": [8192],
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,  # the prompts are run several times
+        "compilation_cache_dir": tempfile.mkdtemp(),  # kept programs know nothing of fused_rows
     }
     if num_layers is not None:
         settings["hf_overrides"] = {"num_hidden_layers": num_layers}

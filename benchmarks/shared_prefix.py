@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.sampling_params import RequestOutputKind
 
 OUTPUT_TOKENS, TURNS = 16, 20
+STAGES = ("schedule", "build", "dispatch", "collect", "commit")
+RUNS = (("no cache", False), ("cold", True), ("warm", True), ("warm again", True))
 
 
 def build(model: str, flags: dict[str, Any]) -> LLM:
@@ -33,13 +36,13 @@ def build(model: str, flags: dict[str, Any]) -> LLM:
         "max_model_len": 4096,
         "max_num_seqs": 64,
         "row_buckets": [8, 64],
-        "token_buckets": [128, 2048, 8192],
+        "token_buckets": [128, 2048, 4096, 8192],
         "max_num_batched_tokens": 8192,
     }
     return LLM(model, **settings | flags)
 
 
-def run(llm: LLM, prompts: list[list[int]], *, reads_cache: bool) -> dict[str, float]:
+def run(llm: LLM, prompts: list[list[int]], *, reads_cache: bool) -> dict[str, Any]:
     """One call with all prompts: times to the first tokens, and what was computed."""
     params = SamplingParams(
         temperature=0,
@@ -52,19 +55,26 @@ def run(llm: LLM, prompts: list[list[int]], *, reads_cache: bool) -> dict[str, f
     kind = RequestOutputKind.FINAL_ONLY
     for request, _ in llm.request_maker.of_prompts(inputs, params, kind):
         llm.engine.add(request)
-    before, start, first = llm.engine.times.num_tokens, time.perf_counter(), {}
-    empty = []
+    before, start, first = replace(llm.engine.times), time.perf_counter(), {}
+    empty, until_first = [], before
     while llm.engine.has_unfinished:
         for update in llm.engine.step():
             if update.new_token_ids:
                 first.setdefault(update.request_id, time.perf_counter() - start)
+        if len(first) == len(prompts) and until_first is before:
+            until_first = replace(llm.engine.times)
         empty.append(llm.engine.scheduler.unused_slot_share)
     times = sorted(first.values())
     return {
         "ttft_mean_ms": round(statistics.mean(times) * 1e3, 1),
         "ttft_median_ms": round(statistics.median(times) * 1e3, 1),
         "ttft_last_ms": round(times[-1] * 1e3, 1),
-        "computed_tokens": llm.engine.times.num_tokens - before,
+        "ms_until_all_have_one": {
+            stage: round((getattr(until_first, stage) - getattr(before, stage)) * 1e3, 1)
+            for stage in STAGES
+        },
+        "steps": until_first.num_steps - before.num_steps,
+        "computed_tokens": llm.engine.times.num_tokens - before.num_tokens,
         "unused_slot_share": round(statistics.mean(empty), 4),
     }
 
@@ -87,8 +97,10 @@ def main() -> None:
 
     prompts = users()
     run(llm, prompts, reads_cache=False)  # warms up
-    for name, reads_cache in (("no cache", False), ("cold", True), ("warm", True)):
-        prompts = users() if name != "warm" else [p[:num_prefix] + ids(num_own) for p in prompts]
+    for name, reads_cache in RUNS:
+        prompts = (
+            users() if "warm" not in name else [p[:num_prefix] + ids(num_own) for p in prompts]
+        )
         result = run(llm, prompts, reads_cache=reads_cache)
         print(json.dumps({"run": name, "users": num_users, "prefix": num_prefix} | result))
     chat, turns = ids(num_prefix), []

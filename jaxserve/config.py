@@ -111,6 +111,12 @@ class EngineConfig(LoadingConfig):
     debug_poison_pages: bool = flag(
         False, "overwrite free pages with NaN, so that a wrong read is found out", "execution"
     )
+    batch_invariant: bool = flag(
+        False,
+        "results that do not depend, in any bit, on who shares the batch, on one Hopper GPU; also "
+        "VLLM_BATCH_INVARIANT=1",
+        "execution",
+    )
     max_logprobs: int = flag(20, "largest number of log-probabilities of a token", "model")
 
     def __post_init__(self) -> None:
@@ -133,6 +139,7 @@ class EngineConfig(LoadingConfig):
         check_choice(self, "attention_backend", (None, *BACKENDS))
         check_choice(self, "preemption_mode", PREEMPTION_MODES)
         self._check_host_tier()
+        self._check_batch_invariant()
         for name in _POSITIVE:
             if getattr(self, name) != "auto":
                 check_range(self, name, 1)
@@ -174,6 +181,14 @@ class EngineConfig(LoadingConfig):
         if self.preemption_mode == "swap" and not self.kv_offloading_size:
             rule = "must be given with preemption_mode='swap'"
             raise field_error(self, "kv_offloading_size", rule)
+
+    def _check_batch_invariant(self) -> None:
+        if self.batch_invariant and self.tensor_parallel_size != 1:
+            rule = "must be off with tensor_parallel_size above 1"
+            raise field_error(self, "batch_invariant", rule)
+        if self.batch_invariant and self.attention_backend not in (None, "mosaic"):
+            rule = f"must be off with attention_backend {self.attention_backend}"
+            raise field_error(self, "batch_invariant", rule)
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> "EngineConfig":

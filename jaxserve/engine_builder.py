@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,11 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.execution.device_setup import check_memory_pool, configure_jax
+from jaxserve.execution.device_setup import (
+    check_memory_pool,
+    check_pinned_memory,
+    configure_jax,
+)
 from jaxserve.execution.engine_plan import (
     EnginePlan,
     abstract_state,
@@ -31,6 +36,7 @@ from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.poison import PagePoisoner
 from jaxserve.execution.program_store import ProgramStore, open_program_store
 from jaxserve.execution.swap_cost import PageCosts, seconds_to_compute
+from jaxserve.execution.warm_up import warm_up
 from jaxserve.processing.model_files import open_configured_model
 from jaxserve.scheduling.scheduler import Scheduler
 from models.config import ModelConfig
@@ -64,6 +70,7 @@ class BuiltEngine:
       device_kind: of the device that runs the model, such as "NVIDIA H200" or "cpu".
       seconds: start-up time by stage.
       step_timeout: seconds after which a step counts as hung; None = never.
+      batch_invariant: whether a token's keys and values have the same bits in any batch.
     """
 
     engine: Engine
@@ -75,6 +82,7 @@ class BuiltEngine:
     device_kind: str
     seconds: dict[str, float]
     step_timeout: float | None
+    batch_invariant: bool
 
 
 def build_engine(
@@ -108,12 +116,22 @@ def set_up(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSetup, Path]
     model = model_for(config, opened)
     cache_dir = configure_jax(
         gpu_memory_utilization=config.gpu_memory_utilization,
+        pinned_bytes=_count_pinned_bytes(config, opened),
         compilation_cache_dir=config.compilation_cache_dir,
     )
     setup = ModelSetup.choose(config, model)
+    if setup.is_gpu:
+        check_pinned_memory(config.kv_offloading_bytes // config.tensor_parallel_size)
     jax.block_until_ready(setup.sharder.put(np.zeros(1, np.int32)))  # reserves the memory
     check_memory_pool(setup.sharder.mesh.local_devices)
     return setup, cache_dir
+
+
+def _count_pinned_bytes(config: EngineConfig, opened: OpenedModel) -> int:
+    """Bytes that the host may hold for one device: its host tier, and its weights during sleep."""
+    num_weights = sum(math.prod(tensor.shape) for _, tensor in opened.source.tensors())
+    weight_bytes = num_weights * (4 if config.dtype in ("float", "float32") else 2)
+    return (config.kv_offloading_bytes + weight_bytes) // config.tensor_parallel_size
 
 
 def model_for(config: EngineConfig, opened: OpenedModel) -> ModelConfig:
@@ -148,6 +166,7 @@ class _EngineBuilder:
             device_kind=jax.devices()[0].device_kind,
             seconds=self.seconds,
             step_timeout=_step_timeout(self.config, is_gpu=setup.is_gpu),
+            batch_invariant=self.config.batch_invariant,
         )
 
     def _timed[T](self, stage: str, run: Callable[[], T]) -> T:
@@ -179,7 +198,9 @@ class _EngineBuilder:
             host_pages = HostPages(setup.geometries, plan.bill.num_host_pages)
             page_mover = PageMover(programs, host_pages)
             cache = page_mover.measure(cache)
-            self._choose_swap(page_mover, plan, leaves, setup.model.vocab_size)
+            is_used = self._choose_swap(page_mover, plan, leaves, setup.model.vocab_size)
+            if is_used and setup.is_gpu:
+                page_mover.take_memory(cache)
         runner = ModelRunner(
             leaves,
             cache,
@@ -190,6 +211,8 @@ class _EngineBuilder:
             allocate=allocate,
             load_weights=functools.partial(_load_again, setup, path),
         )
+        if setup.is_gpu:
+            warm_up(runner, batch_builder, plan.buckets)
         return Engine(
             Scheduler(
                 scheduler_config(setup, plan.limits, plan.buckets),
@@ -205,8 +228,8 @@ class _EngineBuilder:
 
     def _choose_swap(
         self, mover: PageMover, plan: EnginePlan, leaves: list[jax.Array], vocab_size: int
-    ) -> None:
-        """Leave the host tier empty where it costs more than computing again."""
+    ) -> bool:
+        """Whether the host tier is used; it stays empty where computing again costs less."""
         assert mover.seconds_per_page is not None
         compute = seconds_to_compute(self.config.block_size, leaves, vocab_size)
         costs = PageCosts(mover.seconds_per_page.fetch, compute)
@@ -215,6 +238,7 @@ class _EngineBuilder:
         if not is_used:
             for pool in plan.pools:
                 pool.give_up_host()
+        return is_used
 
     def _make_poisoner(self, setup: ModelSetup, plan: EnginePlan) -> PagePoisoner | None:
         if not self.config.debug_poison_pages:

@@ -4,11 +4,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+_SWITCHES = {
+    "VLLM_USE_MODELSCOPE": "use_modelscope",
+    "VLLM_BATCH_INVARIANT": "batch_invariant",
+}
+"""vLLM's variables, and the fields of EngineConfig that they turn on by "true" or "1"."""
+
 
 def environment_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Fields of EngineConfig that variables set; what the user gives himself wins over them.
-
-    VLLM_USE_MODELSCOPE: "true" or "1" sets `use_modelscope`.
-    """
-    is_set = environment.get("VLLM_USE_MODELSCOPE", "").lower() in ("true", "1")
-    return {"use_modelscope": True} if is_set else {}
+    """Fields of EngineConfig that variables set; what the user gives himself wins over them."""
+    return {
+        field: True
+        for variable, field in _SWITCHES.items()
+        if environment.get(variable, "").lower() in ("true", "1")
+    }

@@ -36,6 +36,7 @@ _MUST_BE_EQUAL = {
     "num_devices": "number of devices",
     "weights": "weights",
     "cache_salt": "cache_salt",
+    "batch_invariant": "batch_invariant mode",
 }
 """Keys of the metadata, and what they are called; a snapshot is refused by the first that differs.
 """
@@ -176,6 +177,8 @@ class PrefixSnapshots:
             "num_devices": str(len(runner.weights[0].sharding.device_set)),
             "weights": digest_weights(runner.weights),
             "cache_salt": root.hex(),
+            # Pages of this mode may be taken in any other, but not the other way round.
+            **({"batch_invariant": "True"} if self._built.batch_invariant else {}),
         }
 
     def _check_identity(self, name: str, found: Mapping[str, str], root: bytes) -> None:

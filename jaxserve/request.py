@@ -90,6 +90,7 @@ class Sequence:
       num_cached_pages: for each cache group, how many pages, the first ones, the prefix cache was
         told of.
       num_promised_pages: so many of the first pages others may wait for; 0 when it does not run.
+      promised_tail: names the tokens behind them that others may wait for, too; or empty.
       order_key: where the sequence stands among all; the smaller comes first. Set when added.
       latest_start_seconds: if it has got no slot by then, on the scheduler's clock, its key becomes
         `late_order_key`. Set when added.
@@ -115,6 +116,7 @@ class Sequence:
     page_digests: list[PageDigests] = field(default_factory=list)
     num_cached_pages: list[int] = field(default_factory=list)
     num_promised_pages: int = 0
+    promised_tail: bytes = b""
     order_key: tuple[float, ...] = ()
     latest_start_seconds: float = math.inf
     late_order_key: tuple[float, ...] = ()

@@ -49,11 +49,27 @@ class PageMove(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     host_slot: int
 
 
+class PageCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One page of the device's cache to be copied to another.
+
+    Attributes:
+      group: index of the cache group.
+      source: id of the page that is read.
+      page: id of the page that is overwritten.
+    """
+
+    group: int
+    source: int
+    page: int
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One step: decode rows first, then rows of prompt chunks.
 
-    Before its programs run all offloads and then all fetches. So an offload takes what the page
-    held before this step, and a fetch may name a slot that an offload of this step fills.
+    Before its programs run all offloads, then all fetches, then all copies. So an offload takes
+    what the page held before this step, a fetch may name a slot that an offload of this step fills,
+    and a copy may read a page that a fetch of this step fills. The pages that copies write differ,
+    and none of them is read by a copy, or written by a fetch, of the same step.
 
     Attributes:
       rows: what each sequence computes.
@@ -61,6 +77,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
       num_tokens: of all rows.
       offloads: device pages whose content goes to host slots; of two to one slot the last counts.
       fetches: host slots whose content goes to device pages; of two to one page the last counts.
+      copies: device pages whose content goes to other device pages.
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -68,6 +85,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_tokens: int
     offloads: tuple[PageMove, ...] = ()
     fetches: tuple[PageMove, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages that the prefix cache knows go to the host or come back."""
+        return bool(self.offloads or self.fetches)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):

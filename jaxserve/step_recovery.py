@@ -60,7 +60,8 @@ class StepRecovery:
         logger.error("the step of requests %s failed", ids, exc_info=error)
         message = f"the step failed: {type(error).__name__}"
         kind, is_intact = fault_kind(error), runner.is_intact()
-        if runner.drop_moves():
+        moved = [step for step in (output, *(step for step, _ in behind)) if step.moves_pages]
+        if runner.drop_moves() or moved:  # pages may not hold what they should, nor slots
             self._scheduler.reset_prefix_cache()
         if kind is FaultKind.OUT_OF_MEMORY:
             return self._run_smaller(runner, output, message, behind, is_intact=is_intact)

@@ -54,9 +54,15 @@ class Attention(nnx.Module):
             for _ in "qk"
         )
 
+    def project(
+        self, x: jax.Array, delta: jax.Array | None, norm: RMSNorm
+    ) -> tuple[jax.Array, jax.Array]:
+        """The new residual [T, D] of `norm.add`; of its norm, qkv: a sum of [T, K, G + 2, H]."""
+        return self.qkv_proj.multiply_normed(x, delta, norm)
+
     def __call__(
         self,
-        x: jax.Array,
+        qkv: jax.Array,
         batch: ForwardBatch,
         cache: KVCache,
         layer: jax.Array,
@@ -66,7 +72,7 @@ class Attention(nnx.Module):
         """Attend.
 
         Args:
-          x: [T, D], normalised hidden states.
+          qkv: of `project`, still without its bias.
           batch: of this pass.
           cache: all groups.
           layer: int32[1], index of this layer within its cache group.
@@ -76,9 +82,7 @@ class Attention(nnx.Module):
         Returns:
           A sum of [R, D], and the cache with the keys and values of all T tokens.
         """
-        q, group = self._write(
-            self.qkv_proj.multiply(x), cache.groups[self.cache_group], layer, batch, angles
-        )
+        q, group = self._write(qkv, cache.groups[self.cache_group], layer, batch, angles)
         out = self._attend(q, group, layer, batch)
         if rows is not None:
             out = out[rows]

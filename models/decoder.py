@@ -81,12 +81,12 @@ class DecoderLayer(nnx.Module):
         Returns:
           The residual [R, D], what is still to be added to it, a sum of [R, D], and the cache.
         """
-        x, normed = self.input_layernorm.add(x, delta)
-        attended, cache = self.self_attn(normed, batch, cache, layer, angles, rows)
+        x, qkv = self.self_attn.project(x, delta, self.input_layernorm)
+        attended, cache = self.self_attn(qkv, batch, cache, layer, angles, rows)
         if rows is not None:
             x = x[rows]
-        x, normed = self.post_attention_layernorm.add(x, attended)
-        return x, self.mlp(normed), cache
+        x, fed = self.mlp(x, attended, self.post_attention_layernorm)
+        return x, fed, cache
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))

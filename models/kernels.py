@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from models import few_rows
 from models.layer_slice import LayerSlice
 from pallas_kernels.attention import decode_attention, prefill_attention, xla_attention
 from pallas_kernels.fused import add_norm, gated_activation, kv_write, rotary_write, xla_fused
@@ -53,6 +54,8 @@ class ModelKernels:
       add_norm: adds a sum to the residual, and normalises.
       gated_activation: a sum of [T, 2, F] to [T, F].
       product: `(x, weight, num_in_dims)` to a sum.
+      fuses_few_rows: products of few rows begin with the norm or the gate before them. Only where
+        `product` may give a row other bits than it has among many rows.
     """
 
     decode: Kernel
@@ -61,6 +64,34 @@ class ModelKernels:
     add_norm: Kernel
     gated_activation: Kernel
     product: Kernel
+    fuses_few_rows: bool = False
+
+    def norm_product(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None,
+        gains: LayerSlice,
+        delta_gains: LayerSlice | None,
+        weight: LayerSlice,
+        *,
+        eps: float,
+        gain_offset: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`add_norm`, and a sum: the product of the norm [T, D] and a weight [D, *out_dims]."""
+        options = {"eps": eps, "gain_offset": gain_offset}
+        if self.fuses_few_rows and delta_gains is None and few_rows.fits_norm(x, weight):
+            return few_rows.multiply_normed(x, delta, gains, weight, **options)
+        x, normed = self.add_norm(x, delta, gains, delta_gains, **options)
+        return x, self.product(normed, weight, 1)
+
+    def gate_product(
+        self, gate_up: jax.Array, weight: LayerSlice, *, dtype: jnp.dtype, activation: Activation
+    ) -> jax.Array:
+        """`gated_activation`, and a sum: the product of its result [T, F] and a weight [F, D]."""
+        if self.fuses_few_rows and few_rows.fits_gate(gate_up, weight, dtype):
+            return few_rows.multiply_gated(gate_up, weight, activation=activation)
+        gated = self.gated_activation(gate_up, dtype=dtype, activation=activation)
+        return self.product(gated, weight, 1)
 
 
 def model_kernels(
@@ -97,7 +128,7 @@ def _xla_kernels(write: Kernel, mesh: AnyMesh | None) -> ModelKernels:
 
 def _triton_kernels(mesh: AnyMesh | None) -> ModelKernels:
     """Attention and the write into pages for NVIDIA GPUs without WGMMA; the rest is XLA's."""
-    write = functools.partial(_rotary_write, run=triton_rotary_write.rotary_write)
+    write = functools.partial(write_rotated, run=triton_rotary_write.rotary_write)
     return replace(
         _xla_kernels(kv_write.write_by_scatter, mesh),
         decode=_split(triton_decode.decode_attention, mesh, *_DECODE),
@@ -114,10 +145,11 @@ def _mosaic_kernels(mesh: AnyMesh | None) -> ModelKernels:
     return ModelKernels(
         decode=_split(decode_attention.decode_attention, mesh, *_DECODE),
         prefill=_split(prefill_attention.prefill_attention, mesh, *_PREFILL),
-        rotary_write=_split(_rotary_write, mesh, *_ROTARY_WRITE),
+        rotary_write=_split(write_rotated, mesh, *_ROTARY_WRITE),
         add_norm=_split(_add_norm, mesh, (WHOLE,) * 4, (WHOLE, WHOLE)),
         gated_activation=_split(_gate, mesh, (COLUMN_PAIRS,), COLUMNS),
         product=_skinny_or_multiply if mesh is None else multiply,
+        fuses_few_rows=mesh is None,
     )
 
 
@@ -164,7 +196,7 @@ def _split(kernel: Kernel, mesh: AnyMesh | None, in_specs: tuple, out_specs: Any
     return run
 
 
-def _rotary_write(
+def write_rotated(
     qkv: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
@@ -211,7 +243,7 @@ def _rotary_write(
 
 def _rotary_write_by_xla(write: Kernel, *arrays: Any, **options: Any):
     run = functools.partial(xla_fused.rotary_write, write=write)
-    return _rotary_write(*arrays, **options, run=run)
+    return write_rotated(*arrays, **options, run=run)
 
 
 def _add_norm(

@@ -31,6 +31,23 @@ class WeightFormat(Protocol):
         """Contract x's last `num_in_dims` axes with the weights; a sum, as ModelKernels has it."""
         ...
 
+    def norm_product(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None,
+        norm: "RMSNorm",
+        delta_norm: "RMSNorm | None",
+        parameters: dict,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`norm.add(x, delta, delta_norm)` with the product in place of the norm."""
+        ...
+
+    def gate_product(
+        self, gate_up: jax.Array, activation: Activation, dtype: jnp.dtype, parameters: dict
+    ) -> jax.Array:
+        """The product of the gated activation of a sum of [T, 2, F], in the model's dtype."""
+        ...
+
 
 @dataclass(frozen=True)
 class DenseFormat:
@@ -52,6 +69,32 @@ class DenseFormat:
         """One matrix product."""
         weight = LayerSlice.of(parameters["weight"].get_value())
         return self.kernels.product(x, weight, num_in_dims)
+
+    def norm_product(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None,
+        norm: "RMSNorm",
+        delta_norm: "RMSNorm | None",
+        parameters: dict,
+    ) -> tuple[jax.Array, jax.Array]:
+        """As in WeightFormat."""
+        return self.kernels.norm_product(
+            x,
+            delta,
+            norm.gains(),
+            None if delta_norm is None else delta_norm.gains(),
+            LayerSlice.of(parameters["weight"].get_value()),
+            eps=norm.eps,
+            gain_offset=norm.gain_offset,
+        )
+
+    def gate_product(
+        self, gate_up: jax.Array, activation: Activation, dtype: jnp.dtype, parameters: dict
+    ) -> jax.Array:
+        """As in WeightFormat."""
+        weight = LayerSlice.of(parameters["weight"].get_value())
+        return self.kernels.gate_product(gate_up, weight, dtype=dtype, activation=activation)
 
 
 class Linear(nnx.Module):
@@ -80,15 +123,33 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Product, and bias if there is one; without it a sum of [T, *out_dims]."""
-        y = self.multiply(x)
-        if self.bias is None:
-            return y
-        return total(y, 1 + self.num_out_dims, x.dtype) + self.bias[...]
+        product = self.weight_format.product(x, self._parameters(), self.num_in_dims)
+        return self.add_bias(product, x.dtype)
 
-    def multiply(self, x: jax.Array) -> jax.Array:
-        """The product alone, a sum of [T, *out_dims]."""
-        parameters = {name: getattr(self, name) for name in self.parameter_names}
-        return self.weight_format.product(x, parameters, self.num_in_dims)
+    def multiply_normed(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None,
+        norm: "RMSNorm",
+        delta_norm: "RMSNorm | None" = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The new residual of `norm.add`, and the product of its norm, a sum of [T, *out_dims]."""
+        return self.weight_format.norm_product(x, delta, norm, delta_norm, self._parameters())
+
+    def multiply_gated(
+        self, gate_up: jax.Array, activation: Activation, dtype: jnp.dtype
+    ) -> jax.Array:
+        """The product of the gated activation of a sum of [T, 2, F]; a sum of [T, *out_dims]."""
+        return self.weight_format.gate_product(gate_up, activation, dtype, self._parameters())
+
+    def add_bias(self, product: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """A sum of [T, *out_dims] with the bias, if there is one; else as it is."""
+        if self.bias is None:
+            return product
+        return total(product, 1 + self.num_out_dims, dtype) + self.bias[...]
+
+    def _parameters(self) -> dict:
+        return {name: getattr(self, name) for name in self.parameter_names}
 
 
 class RMSNorm(nnx.Module):
@@ -164,7 +225,7 @@ class ScaledEmbedding(Embedding):
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))`, gate and up fused as `[D, 2, F]`."""
+    """`down(activation(gate(y)) * up(y))` of a norm y; gate and up are fused as `[D, 2, F]`."""
 
     def __init__(
         self,
@@ -177,7 +238,6 @@ class GatedMLP(nnx.Module):
         activation: Activation = "silu",
     ):
         self.activation: Activation = activation
-        self.kernels = kernels
         weight_format, bias_dtype = DenseFormat(dtype, kernels), dtype if bias else None
         self.gate_up_proj = Linear(
             (hidden_size,),
@@ -194,11 +254,28 @@ class GatedMLP(nnx.Module):
             bias_dtype=bias_dtype,
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> a sum of [T, D]."""
-        gate_up = self.gate_up_proj(x)
-        gated = self.kernels.gated_activation(gate_up, dtype=x.dtype, activation=self.activation)
-        return self.down_proj(gated)
+    def __call__(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None,
+        norm: RMSNorm,
+        delta_norm: RMSNorm | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run on a norm of the residual.
+
+        Args:
+          x: [T, D], the residual.
+          delta: as `norm.add` takes it.
+          norm: over the hidden size.
+          delta_norm: as `norm.add` takes it.
+
+        Returns:
+          The residual of `norm.add`, and a sum of [T, D] that is still to be added to it.
+        """
+        x, gate_up = self.gate_up_proj.multiply_normed(x, delta, norm, delta_norm)
+        gate_up = self.gate_up_proj.add_bias(gate_up, x.dtype)
+        down = self.down_proj.multiply_gated(gate_up, self.activation, x.dtype)
+        return x, self.down_proj.add_bias(down, x.dtype)
 
 
 def compute_logits(

@@ -5,14 +5,17 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.engine_builder import BuiltEngine, build_engine
 from jaxserve.execution.model_runner import ModelRunner
+from jaxserve.execution.programs import ProgramKey, ProgramTable
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
@@ -21,8 +24,37 @@ from jaxserve.step import SequenceUpdate
 from tests.goldens_loader import GOLDENS_FOLDER, load_golden
 
 
-def make_engine(folder: Path, **settings: Any) -> BuiltEngine:
-    """An engine with one decode bucket and one mixed bucket unless told otherwise."""
+class ProgramsAtFirstUse(dict[ProgramKey, Compiled]):
+    """Compiles a planned program when a step first asks for it; any other key is an error.
+
+    Most tests use half of an engine's programs. That a start compiles all of them, and that nothing
+    is compiled later, is what tests of LLM and of the engine process show.
+    """
+
+    def __init__(self, table: ProgramTable):
+        """Of one table, which holds these programs from then on."""
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, key: ProgramKey) -> Compiled:
+        if key not in self._table.keys():
+            raise KeyError(key)
+        self[key] = self._table._compile(key, self._table._lower(key), None)[1]
+        return self[key]
+
+
+def _compile_nothing_yet(table: ProgramTable, **_: object) -> None:
+    table._programs = ProgramsAtFirstUse(table)
+
+
+def make_engine(folder: Path, *, compile_all: bool = False, **settings: Any) -> BuiltEngine:
+    """An engine with one decode bucket and one mixed bucket unless told otherwise.
+
+    Args:
+      folder: of the model.
+      compile_all: compile every program now, as a real start does.
+      settings: fields of EngineConfig that differ.
+    """
     defaults: dict[str, Any] = {
         "num_gpu_blocks_override": 256,
         "max_num_seqs": 8,
@@ -32,13 +64,17 @@ def make_engine(folder: Path, **settings: Any) -> BuiltEngine:
         "max_model_len": 256,
         "dtype": "float32",
     }
-    return build_engine(EngineConfig(model=str(folder), **(defaults | settings)))
+    config = EngineConfig(model=str(folder), **(defaults | settings))
+    if compile_all:
+        return build_engine(config)
+    with mock.patch.object(ProgramTable, "compile_all", _compile_nothing_yet):
+        return build_engine(config)
 
 
 @functools.cache
 def shared_engine() -> BuiltEngine:
     """The engine of llama_gqa, compiled once a process, for tests that leave it idle."""
-    return make_engine(GOLDENS_FOLDER / "llama_gqa")
+    return make_engine(GOLDENS_FOLDER / "llama_gqa", compile_all=True)
 
 
 def with_scheduler(

@@ -58,6 +58,7 @@ class StatsTaker:
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
             num_host_prefix_hits=scheduler.num_host_prefix_hits,
+            num_copied_pages=scheduler.num_copied_pages,
             num_offloaded_bytes=mover.num_offloaded_bytes if mover else 0,
             num_fetched_bytes=mover.num_fetched_bytes if mover else 0,
             sleep_level=self._engine.sleep_level,

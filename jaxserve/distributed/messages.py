@@ -60,6 +60,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
       num_prefix_queries, num_prefix_hits: prompt tokens that were looked up in the prefix cache,
         and those that were found there.
       num_host_prefix_hits: how many of these had to be fetched from the host's memory.
+      num_copied_pages: that were copied for a sequence which shares their first tokens.
       num_offloaded_bytes, num_fetched_bytes: of pages copied to the host, and back.
       sleep_level: 1 or 2 while the engine sleeps, else 0.
       schedule_seconds, build_seconds, dispatch_seconds, collect_seconds, commit_seconds: of the
@@ -80,6 +81,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_host_prefix_hits: int = 0
+    num_copied_pages: int = 0
     num_offloaded_bytes: int = 0
     num_fetched_bytes: int = 0
     sleep_level: int = 0

@@ -2,14 +2,21 @@
 
 from array import array
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from jaxserve.execution.buckets import Bucket, BucketTable
-from jaxserve.execution.packed_layout import PackedLayout, admission_layout, step_layout
+from jaxserve.execution.packed_layout import (
+    NUM_PAGE_COPIES,
+    PackedLayout,
+    admission_layout,
+    step_layout,
+)
 from jaxserve.execution.sample_mode import SampleMode, mode_of_row
 from jaxserve.execution.slot_record import write_record
-from jaxserve.step import PageMove, ScheduledRow, SchedulerOutput
+from jaxserve.step import PageCopy, PageMove, ScheduledRow, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,7 @@ class PackedBatch:
         row asks for any.
       offloads: pages to copy to the host ahead of the step.
       fetches: pages to copy back after them.
+      copies: buffers of the program that copies pages to others, which runs last before the step.
     """
 
     bucket: Bucket
@@ -39,6 +47,7 @@ class PackedBatch:
     num_logprobs: tuple[int | None, ...]
     offloads: tuple[PageMove, ...] = ()
     fetches: tuple[PageMove, ...] = ()
+    copies: tuple[np.ndarray, ...] = ()
 
 
 class BatchBuilder:
@@ -46,6 +55,7 @@ class BatchBuilder:
 
     Attributes:
       num_host_pages: slots of each cache group in the host's memory.
+      takes_copies: whether steps may ask for copies of pages.
     """
 
     def __init__(
@@ -58,10 +68,12 @@ class BatchBuilder:
         max_pages_per_seq: int,
         vocab_size: int,
         num_host_pages: int = 0,
+        takes_copies: bool = False,
     ):
         self._buckets, self._unused_slot = buckets, max_num_seqs
         self._num_pages, self._max_pages = num_pages, max_pages_per_seq
         self._vocab_size, self.num_host_pages = vocab_size, num_host_pages
+        self.takes_copies = takes_copies
         groups = len(num_pages)
         self._layouts = {
             bucket: step_layout(bucket, num_groups=groups, page_size=page_size)
@@ -110,6 +122,19 @@ class BatchBuilder:
             num_logprobs=_num_logprobs(rows) if mode is SampleMode.FULL else (),
             offloads=output.offloads,
             fetches=output.fetches,
+            copies=self._pack_copies(output.copies) if output.copies else (),
+        )
+
+    def empty(self, bucket: Bucket, mode: SampleMode) -> PackedBatch:
+        """A step without rows, which runs the programs of a bucket and changes nothing."""
+        return PackedBatch(
+            bucket=bucket,
+            packed=self._layouts[bucket].empty(self._unused_slot),
+            admissions=(self._admission.empty(self._unused_slot),),
+            mode=mode,
+            num_rows=0,
+            num_tokens=0,
+            num_logprobs=(),
         )
 
     def _pack_tokens(self, token_ids: np.ndarray, output: SchedulerOutput) -> None:
@@ -137,7 +162,7 @@ class BatchBuilder:
         return self._pack_admissions(admitted, updates)
 
     def _pack_admissions(
-        self, admitted: list[ScheduledRow], updates: list[list[tuple[int, int, int]]]
+        self, admitted: list[ScheduledRow], updates: list[np.ndarray]
     ) -> tuple[np.ndarray, ...]:
         buffers, size = [], self._admission.num_page_updates
         rounds = max(1, *(-(-len(update) // size) for update in updates))
@@ -152,24 +177,52 @@ class BatchBuilder:
         self,
         views: dict[str, np.ndarray],
         admitted: list[ScheduledRow],
-        updates: list[list[tuple[int, int, int]]],
+        updates: list[np.ndarray],
     ) -> None:
         for i, row in enumerate(admitted):
             views["admitted_slots"][i] = row.sequence.state_slot
             write_record(views["admitted_records"][i], row.sequence, row.start)
         for group, update in enumerate(updates):
-            if update:
+            if len(update):
                 entries = views["page_updates"][group, : len(update)]
                 entries[...] = update
                 self._guard_pages(entries, self._num_pages[group])
 
+    def _pack_copies(self, copies: tuple[PageCopy, ...]) -> tuple[np.ndarray, ...]:
+        """The `pairs` of `copy_pages`, as often as the fullest group needs."""
+        if not self.takes_copies:
+            raise ValueError(f"copies of pages have no program here; got {len(copies)}")
+        by_group: list[list[PageCopy]] = [[] for _ in self._num_pages]
+        for copy in copies:
+            by_group[copy.group].append(copy)
+        buffers = []
+        for start in range(0, max(map(len, by_group)), NUM_PAGE_COPIES):
+            pairs = np.zeros((2, len(by_group), NUM_PAGE_COPIES), np.int32)
+            for group, of_group in enumerate(by_group):
+                part = of_group[start : start + NUM_PAGE_COPIES]
+                pairs[0, group, : len(part)] = [copy.source for copy in part]
+                pairs[1, group, : len(part)] = [copy.page for copy in part]
+                self._guard_copies(pairs[:, group, : len(part)], self._num_pages[group])
+            buffers.append(pairs)
+        return tuple(buffers)
+
     @staticmethod
-    def _page_updates(rows: tuple[ScheduledRow, ...], group: int) -> list[tuple[int, int, int]]:
-        updates = []
-        for row in rows:
-            if row.new_pages[group]:
-                slot = row.sequence.state_slot
-                updates += [(slot, index, page) for index, page in row.new_pages[group]]
+    def _guard_copies(pairs: np.ndarray, num_pages: int) -> None:
+        if pairs.size and (pairs.min() < 1 or pairs.max() >= num_pages):
+            raise ValueError(f"page ids must be in [1, {num_pages}); got {pairs}")
+
+    @staticmethod
+    def _page_updates(rows: tuple[ScheduledRow, ...], group: int) -> np.ndarray:
+        """int32[n, 3]: slot, index in its page table, page."""
+        changed = [row for row in rows if row.new_pages[group]]
+        counts = [len(row.new_pages[group]) for row in changed]
+        updates = np.empty((sum(counts), 3), np.int32)
+        if changed:
+            slots: Any = [row.sequence.state_slot for row in changed]
+            updates[:, 0] = np.repeat(slots, counts)
+            entries = chain.from_iterable(row.new_pages[group] for row in changed)
+            flat = np.fromiter(chain.from_iterable(entries), np.int32, 2 * len(updates))
+            updates[:, 1:] = flat.reshape(-1, 2)
         return updates
 
     def _guard_rows(self, views: dict[str, np.ndarray], num_rows: int) -> None:

@@ -75,30 +75,32 @@ def make_bucket_table(
     *,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    smallest_row_bucket: int,
+    small_row_buckets: tuple[int, ...],
+    mixed_row_bucket: int,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
 ) -> BucketTable:
     """The default table, or one from given sizes, capped at the limits and closed by them.
 
     Args:
-      max_num_seqs: largest S, unless `smallest_row_bucket` is larger.
+      max_num_seqs: largest S, unless the first of `small_row_buckets` is larger.
       max_num_batched_tokens: largest T, unless the largest S is larger.
-      smallest_row_bucket: 8 on GPUs, where one row costs more than eight (measured); 1 on CPU.
-      row_buckets: S of pure decode steps. When not given the smallest, powers of two from 32 (up to
-        there a step takes as long as reading the weights does), and two sizes between the large
-        ones, where padding costs most.
+      small_row_buckets: S below 32 of pure decode steps; `limits.py` says which.
+      mixed_row_bucket: S of steps with prompt tokens and few rows.
+      row_buckets: S of pure decode steps. When not given the small ones, powers of two from 32 (up
+        to there a step takes as long as reading the weights does), and two sizes between the
+        large ones, where padding costs most.
       token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
     """
-    largest_rows = max(max_num_seqs, smallest_row_bucket)
+    largest_rows = max(max_num_seqs, small_row_buckets[0])
     if row_buckets is None:
-        row_buckets = [smallest_row_bucket, *_powers_of_two(32, largest_rows), 384, 768]
+        row_buckets = [*small_row_buckets, *_powers_of_two(32, largest_rows), 384, 768]
     if token_buckets is None:
         token_buckets = _powers_of_two(128, max_num_batched_tokens)
     return BucketTable(
         row_buckets=_closed(row_buckets, largest_rows),
         token_buckets=_closed(token_buckets, max(max_num_batched_tokens, largest_rows)),
-        mixed_row_buckets=_closed((16 * smallest_row_bucket,), largest_rows),
+        mixed_row_buckets=_closed((mixed_row_bucket,), largest_rows),
     )
 
 

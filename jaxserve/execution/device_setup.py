@@ -14,13 +14,23 @@ logger = logging.getLogger(__name__)
 DEFAULT_CACHE_DIR = "~/.cache/jaxserve"
 XLA_FOLDER = "xla"
 """Of JAX's own cache, inside the folder of the caches."""
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The variable from which XLA takes how many GiB of the host's memory it pins for each GPU."""
+DEFAULT_PINNED_GIB = 64
 
 
-def configure_jax(*, gpu_memory_utilization: float, compilation_cache_dir: str | None) -> Path:
-    """Set JAX's memory share and compilation cache; call it before the first array is made.
+def configure_jax(
+    *, gpu_memory_utilization: float, pinned_bytes: int, compilation_cache_dir: str | None
+) -> Path:
+    """Set JAX's memory and compilation cache; call it before the first array is made.
 
-    Where JAX already runs (a notebook), its memory pool is as it is: the engine then sizes itself
-    by what is left, and says so.
+    Where JAX already runs (a notebook), its memory pools are as they are: the engine then sizes
+    itself by what is left, and says so.
+
+    Args:
+      gpu_memory_utilization: share of the device's memory.
+      pinned_bytes: of the host's memory that one device copies from and to, at most.
+      compilation_cache_dir: folder of the caches; None = the default one.
 
     Returns:
       The folder of the caches.
@@ -29,6 +39,9 @@ def configure_jax(*, gpu_memory_utilization: float, compilation_cache_dir: str |
         share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
         if share is None:
             os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{gpu_memory_utilization:.4f}"
+        num_gib = pinned_bytes // 2**30 + 2  # some is lost between pages of several sizes
+        if num_gib > DEFAULT_PINNED_GIB:
+            os.environ.setdefault(PINNED_LIMIT, str(num_gib))
     else:
         logger.info("JAX runs already: the engine takes what is left of its memory pool")
     import jax
@@ -66,6 +79,23 @@ def check_memory_pool(devices: Iterable[Any]) -> None:
                 f"gpu_memory_utilization; got {reserved / 2**30:.1f} GiB; end the processes that "
                 f"hold the rest, or lower gpu_memory_utilization"
             )
+
+
+def check_pinned_memory(num_bytes: int) -> None:
+    """Refuse a host tier that XLA would not pin the memory for; pages would fail as they fill.
+
+    Args:
+      num_bytes: of the host tier, for one GPU.
+
+    Raises:
+      EngineConfigError: names the variable, which is read when JAX starts.
+    """
+    limit = int(os.environ.get(PINNED_LIMIT, DEFAULT_PINNED_GIB))
+    if num_bytes > limit * 2**30:
+        raise EngineConfigError(
+            f"kv_offloading_size must be at most the {limit} GiB that XLA pins for each GPU; got "
+            f"{num_bytes / 2**30:.2f} GiB for each; set {PINNED_LIMIT} before JAX starts"
+        )
 
 
 def _backend_runs() -> bool:

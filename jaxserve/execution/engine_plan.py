@@ -24,6 +24,7 @@ from jaxserve.execution.memory_plan import (
     count_tokens,
 )
 from jaxserve.execution.model_setup import ModelSetup
+from jaxserve.execution.packed_layout import NUM_PAGE_COPIES
 from jaxserve.execution.page_mover import MAX_DEVICE_PAGES
 from jaxserve.execution.page_plan import (
     PAGE_COUNT_STEP,
@@ -42,8 +43,10 @@ from jaxserve.scheduling.admission import max_sequence_tokens
 from jaxserve.scheduling.config import SchedulerConfig
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.policies import POLICIES, Policy
+from models.invariant_kernels import compute_invariant_logits
 from models.kv_cache import abstract_cache
 from models.sharding import device_bytes
+from pallas_kernels.sampling import log_softmax
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,9 @@ def plan_engine(
         is_gpu=setup.is_gpu,
         device_bytes=memory.limit_bytes if memory else None,
     )
-    buckets = choose_buckets(setup.config, limits, is_gpu=setup.is_gpu)
+    buckets = choose_buckets(
+        setup.config, limits, is_gpu=setup.is_gpu, fuses_few_rows=setup.fuses_few_rows
+    )
     max_row_tokens = scheduler_config(setup, limits, buckets).max_row_tokens
     demands = make_demands(setup.geometries, setup.sharder, limits, max_row_tokens)
     remembered = _count_pages(setup, limits, buckets, demands, memory, cache_dir)
@@ -160,6 +165,7 @@ def make_programs(
         max_pages_per_seq=_max_pages_per_seq(setup, limits),
         vocab_size=setup.model.vocab_size,
         num_host_pages=_count_host_pages(setup),
+        takes_copies=setup.config.enable_prefix_caching,
     )
     shapes = ProgramShapes(
         leaves=setup.layout.abstract(setup.sharder),
@@ -169,6 +175,10 @@ def make_programs(
         hidden_dtype=setup.dtype,
     )
     functions = StepFunctions(setup.layout, setup.sharder, choose_draw(setup.backend))
+    if setup.config.batch_invariant:
+        functions = dataclasses.replace(
+            functions, logits=compute_invariant_logits, log_softmax=log_softmax.log_softmax
+        )
     return builder, ProgramTable(functions, shapes, setup.sharder, builder, buckets)
 
 
@@ -215,19 +225,23 @@ def _count_pages(
     if given is not None:
         return RememberedPlan(given, 0)
     assert memory is not None
-    moved_bytes = _moved_bytes(setup, demands)
+    moved_bytes, copied_bytes = _moved_bytes(setup, demands), _copied_bytes(setup, demands)
     if cache_dir is None:
-        temporary_bytes = estimate_temporaries(setup, buckets) + moved_bytes
+        temporary_bytes = max(estimate_temporaries(setup, buckets), copied_bytes) + moved_bytes
         return fill_memory(demands, memory.free_bytes, temporary_bytes)
     key = (setup.model, limits, buckets, setup.geometries, demands, setup.stack, moved_bytes)
     device = (jax.devices()[0].device_kind, setup.sharder.mesh.size)
-    kept = PlanMemory(cache_dir, *key, setup.dtype, setup.backend, device, jax.__version__)
+    kernels = (setup.backend, setup.config.batch_invariant)
+    kept = PlanMemory(cache_dir, *key, copied_bytes, setup.dtype, *kernels, device, jax.__version__)
     small = (PAGE_COUNT_STEP,) * len(setup.geometries)
     return plan_pages(
         kept,
         demands,
         memory.free_bytes,
-        lambda: make_programs(setup, limits, buckets, small)[1].measure_temporaries() + moved_bytes,
+        lambda: (
+            max(make_programs(setup, limits, buckets, small)[1].measure_temporaries(), copied_bytes)
+            + moved_bytes
+        ),
     )
 
 
@@ -236,6 +250,13 @@ def _moved_bytes(setup: ModelSetup, demands: tuple[PageDemand, ...]) -> int:
     if not setup.config.kv_offloading_bytes:
         return 0
     return MAX_DEVICE_PAGES * max(demand.bytes_per_page for demand in demands)
+
+
+def _copied_bytes(setup: ModelSetup, demands: tuple[PageDemand, ...]) -> int:
+    """Bytes on one device of the program that copies pages; it runs between steps."""
+    if not setup.config.enable_prefix_caching:
+        return 0
+    return NUM_PAGE_COPIES * sum(demand.bytes_per_page for demand in demands)
 
 
 def _given_pages(

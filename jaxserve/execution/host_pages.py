@@ -3,8 +3,7 @@
 import os
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-import numpy as np
+import jax
 
 from jaxserve.errors import EngineConfigError
 from models.kv_cache import CacheGeometry
@@ -44,73 +43,52 @@ def check_host_memory(num_bytes: int) -> None:
 
 
 class HostPages:
-    """Keys and values in slots, the same number for each cache group; numpy only.
+    """Arrays in slots, the same number for each cache group; empty at first.
 
-    Of a cache that several devices share, a slot holds a page whole. The memory is taken up when a
-    slot is first written.
+    A page is an array of its own, in memory that the devices copy to and from directly. Its memory
+    is free again when the slot gets another and no program reads it any more.
 
     Attributes:
       num_slots: of each group.
-      k_pages: for each group [num_slots, L, B, K, H] in the geometry's dtype.
-      v_pages: the same.
     """
 
     def __init__(self, geometries: Sequence[CacheGeometry], num_slots: int):
         self.num_slots = num_slots
-        self.k_pages = tuple(_allocate(geometry, num_slots) for geometry in geometries)
-        self.v_pages = tuple(_allocate(geometry, num_slots) for geometry in geometries)
+        self._bytes_per_page = [geometry.bytes_per_page for geometry in geometries]
+        self._pages: list[list[jax.Array | None]]
+        self.clear()
 
     @property
     def num_groups(self) -> int:
         """Cache groups."""
-        return len(self.k_pages)
+        return len(self._bytes_per_page)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(array.nbytes for array in self.k_pages + self.v_pages)
+        """Bytes of all slots when they are full."""
+        return self.num_slots * sum(self._bytes_per_page)
 
     def bytes_per_page(self, group: int) -> int:
         """Bytes of one slot of a group, keys and values."""
-        return (self.k_pages[group].nbytes + self.v_pages[group].nbytes) // self.num_slots
+        return self._bytes_per_page[group]
 
-    def write(self, group: int, slots: Sequence[int], keys: np.ndarray, values: np.ndarray) -> None:
+    def put(self, group: int, slots: Sequence[int], pages: Sequence[jax.Array]) -> None:
         """Fill slots.
 
         Args:
           group: index of the cache group.
-          slots: n of them, which differ.
-          keys: [N, L, B, K, H], N >= n; row i goes to the slot i, and the rest nowhere.
-          values: the same.
-        """
-        for pages, new in ((self.k_pages[group], keys), (self.v_pages[group], values)):
-            for row, slot in zip(new, slots, strict=False):
-                pages[slot] = row
-
-    def read(
-        self, group: int, slots: Sequence[int], num_rows: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of slots, which later writes do not change.
-
-        Args:
-          group: index of the cache group.
           slots: n of them.
-          num_rows: N >= n.
-
-        Returns:
-          Keys and values, each [N, L, B, K, H]; the rows from n on hold anything.
+          pages: for each slot [2, L, B, K, H], keys and values; they may be on their way.
         """
-        found = []
-        for pages in (self.k_pages[group], self.v_pages[group]):
-            rows = np.empty((num_rows, *pages.shape[1:]), pages.dtype)
-            for row, slot in zip(rows, slots, strict=False):
-                row[...] = pages[slot]
-            found.append(rows)
-        keys, values = found
-        return keys, values
+        for slot, page in zip(slots, pages, strict=True):
+            self._pages[group][slot] = page
 
+    def get(self, group: int, slots: Sequence[int]) -> list[jax.Array]:
+        """The pages in slots; each must have been filled since the last `clear`."""
+        found = [page for slot in slots if (page := self._pages[group][slot]) is not None]
+        assert len(found) == len(slots), f"slots {slots} of group {group} must have been filled"
+        return found
 
-def _allocate(geometry: CacheGeometry, num_slots: int) -> np.ndarray:
-    g = geometry
-    shape = (num_slots, g.num_layers, g.page_size, g.num_kv_heads, g.stored_head_dim)
-    return np.empty(shape, jnp.dtype(g.dtype))
+    def clear(self) -> None:
+        """Empty all slots."""
+        self._pages = [[None] * self.num_slots for _ in self._bytes_per_page]

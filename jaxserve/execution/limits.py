@@ -7,8 +7,11 @@ from jaxserve.errors import EngineConfigError
 from jaxserve.execution.buckets import BucketTable, make_bucket_table
 from models.config import ModelConfig
 
-SMALLEST_GPU_ROW_BUCKET = 8
+SMALL_GPU_ROW_BUCKETS = (8,)
 """XLA's products of fewer rows are slower than those of eight (measured on an H200)."""
+SMALL_FUSED_ROW_BUCKETS = (1, 8)
+"""Where one row has kernels of its own, which are faster (models/few_rows.py)."""
+MIXED_GPU_ROWS, MIXED_CPU_ROWS = 128, 16
 LARGE_GPU_BYTES = 60 * 2**30
 """From this memory on a GPU gets vLLM's limits for large GPUs."""
 
@@ -56,15 +59,26 @@ def choose_limits(
     )
 
 
-def choose_buckets(config: EngineConfig, limits: Limits, *, is_gpu: bool) -> BucketTable:
-    """The padded shapes; a CPU gets few, since it computes each padded row."""
+def choose_buckets(
+    config: EngineConfig, limits: Limits, *, is_gpu: bool, fuses_few_rows: bool
+) -> BucketTable:
+    """The padded shapes; a CPU gets few, since it computes each padded row.
+
+    Args:
+      config: the settings.
+      limits: the sizes.
+      is_gpu: whether the device is one.
+      fuses_few_rows: see `ModelKernels`.
+    """
     row_buckets, token_buckets = config.row_buckets, config.token_buckets
     if not is_gpu:
         row_buckets, token_buckets = row_buckets or (1,), token_buckets or (8, 64)
+    small = SMALL_FUSED_ROW_BUCKETS if fuses_few_rows else SMALL_GPU_ROW_BUCKETS
     return make_bucket_table(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        smallest_row_bucket=SMALLEST_GPU_ROW_BUCKET if is_gpu else 1,
+        small_row_buckets=small if is_gpu else (1,),
+        mixed_row_bucket=MIXED_GPU_ROWS if is_gpu else MIXED_CPU_ROWS,
         row_buckets=row_buckets,
         token_buckets=token_buckets,
     )

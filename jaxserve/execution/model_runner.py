@@ -74,6 +74,8 @@ class ModelRunner:
         """Start a step and return at once; its tokens stay on the device for the next one."""
         if self.page_mover is not None:
             self._cache = self.page_mover.apply(batch.offloads, batch.fetches, self._cache)
+        for pairs in batch.copies:
+            self._cache = self._programs.copy_pages()(self._cache, self._count_upload(pairs))
         while self._cache_changes:
             self._cache = self._cache_changes.popleft()(self._cache)
         for admission in batch.admissions:
@@ -135,8 +137,14 @@ class ModelRunner:
         jax.device_get(self._state)
 
     def drop_cache(self) -> None:
-        """Free cache and state; `reset` must come before the next step."""
+        """Free cache, state and host pages; `reset` must come before the next step."""
+        self.drop_host_pages()
         _delete((self._cache, self._state))
+
+    def drop_host_pages(self) -> None:
+        """Free the memory of all pages on the host, to which nothing may refer any more."""
+        if self.page_mover is not None:
+            self.page_mover.clear()
 
     @property
     def cache(self) -> KVCache:
@@ -156,11 +164,11 @@ class ModelRunner:
         """Free the weights; `put_weights` must come before the next step."""
         _delete(self._leaves)
 
-    def put_weights(self, values: Sequence[np.ndarray] | None) -> None:
+    def put_weights(self, values: Sequence[jax.Array] | None) -> None:
         """Put weights where those lie that were dropped.
 
         Args:
-          values: of all leaves; None = as the model's files have them now.
+          values: of all leaves, on the host; None = as the model's files have them now.
 
         Raises:
           JaxRuntimeError: the device has no memory for them.

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
 from models.config import ModelConfig
-from models.kernels import MAX_SKINNY_BYTES, model_kernels
+from models.invariant_kernels import invariance_refusal, invariant_kernels
+from models.kernels import MAX_SKINNY_BYTES, ModelKernels, model_kernels
 from models.kv_cache import CacheGeometry, abstract_cache, cache_geometries
 from models.registry import model_class
 from models.sharding import MESH_AXES, Sharder, make_mesh, share_kv_heads
@@ -82,7 +83,7 @@ class ModelSetup:
             shared_model,
             stack=stack,
             dtype=dtype,
-            kernels=model_kernels(backend, jax.default_backend(), sharder.mesh),
+            kernels=_choose_kernels(config, backend, sharder, for_absent_gpu),
         )
         geometries = cache_geometries(
             shared_model,
@@ -90,6 +91,10 @@ class ModelSetup:
             dtype=dtype,
             stored_head_dim=config.stored_head_dim,
         )
+        if config.batch_invariant:
+            refusal = invariance_refusal(model, dtype, geometries[0].stored_head_dim)
+            if refusal is not None:
+                raise EngineConfigError(f"a model that runs with batch_invariant {refusal}")
         try:
             layout.abstract(sharder)
             abstract_cache(geometries, (2,) * len(geometries), sharder)
@@ -108,12 +113,36 @@ class ModelSetup:
             is_gpu=is_gpu,
         )
 
+    @property
+    def fuses_few_rows(self) -> bool:
+        """Whether one row has kernels of its own; see `ModelKernels`."""
+        is_alone = self.config.tensor_parallel_size == 1 and not self.config.batch_invariant
+        return is_alone and self.backend == "mosaic" and self.dtype != "float32"
+
 
 def _make_mesh(num_devices: int, is_absent: bool) -> Mesh:
     """The mesh; of several absent devices only its shape, from which no array can be made."""
     if num_devices == 1 or not is_absent:
         return make_mesh(num_devices)
     return cast(Mesh, AbstractMesh((1, num_devices), MESH_AXES))
+
+
+def _choose_kernels(
+    config: EngineConfig, backend: AttentionBackend, sharder: Sharder, for_absent_gpu: bool
+) -> ModelKernels:
+    """The kernels of a backend, or those of the batch-invariant mode.
+
+    Raises:
+      EngineConfigError: the device cannot run these.
+    """
+    if config.batch_invariant and not for_absent_gpu:
+        if backend != "mosaic":
+            raise EngineConfigError(
+                "batch_invariant must run on a Hopper GPU by the mosaic kernels; "
+                f"got the {backend} backend on {jax.devices()[0].device_kind}"
+            )
+        return invariant_kernels()
+    return model_kernels(backend, jax.default_backend(), sharder.mesh)
 
 
 def _choose_stack(

@@ -11,6 +11,8 @@ from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.slot_record import RECORD_SIZE
 
 MAX_IN_STEP_ADMISSIONS = 32
+NUM_PAGE_COPIES = 16
+"""Pages of each group that one program copies to others; what is left copies page 0 to itself."""
 
 
 @dataclass(frozen=True, slots=True)

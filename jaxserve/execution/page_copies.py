@@ -10,10 +10,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jaxserve.execution.page_functions import PAGE_CHUNK_SIZES, read_pages, write_pages
+from jaxserve.execution.page_functions import read_pages, write_pages
 from models.kv_cache import KVCache
 
-CHUNK_PAGES = PAGE_CHUNK_SIZES[0]
+CHUNK_PAGES = 8
 _read = jax.jit(read_pages)
 
 

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,10 +17,8 @@ from models.kv_cache import CacheGroup, KVCache
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_PAGES = 2 * PAGE_CHUNK_SIZES[-1]
-"""Pages, padding included, that may be on their way to the host; each has a copy on the device."""
-MAX_DEVICE_PAGES = MAX_PENDING_PAGES + 2 * PAGE_CHUNK_SIZES[-1]
-"""Pages beside the cache that the device holds at most: those, and two chunks that come back."""
+MAX_DEVICE_PAGES = 2 * PAGE_CHUNK_SIZES[-1]
+"""Pages beside the cache that the device holds at most: a chunk that leaves and one that comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +34,22 @@ class PageSeconds:
     fetch: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    """A chunk on its way to the host; `done` raises what went wrong."""
-
-    chunk: PageChunk
-    slots: frozenset[int]
-    done: Future[None]
-
-
 class PageMover:
-    """Moves pages; the programs of the step wait for them in the device's order.
+    """Moves pages; all is ordered by the device and the arrays, so that the loop never waits.
 
-    A page on its way to the host is copied out of the cache at once, on the device. A thread of
-    its own waits for the copy and writes the slots, in the order of the moves, so that the loop
-    goes on; it must not touch the cache.
+    A step that overwrites a page runs after the program that copies it out. A program that fetches
+    a page takes the array of its slot, which may still be on its way.
 
     Attributes:
       num_offloaded_bytes: that were sent to the host, without padding.
       num_fetched_bytes: that were sent back, without padding.
-      waited_seconds: that the loop waited for pages on their way to the host: for a slot to be
-        filled, or because too many were on their way.
       seconds_per_page: measured at the start; None before.
     """
 
     def __init__(self, programs: ProgramTable, host_pages: HostPages):
         self._programs, self._host_pages = programs, host_pages
-        self._pending: deque[_Landing] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pages")
+        self._pending: deque[jax.Array] = deque()  # a page of each chunk on its way to the host
         self.num_offloaded_bytes = self.num_fetched_bytes = 0
-        self.waited_seconds = 0.0
         self.seconds_per_page: PageSeconds | None = None
 
     def apply(
@@ -87,7 +70,6 @@ class PageMover:
         """
         self._drop_landed()
         for group, moves in _by_group(offloads):
-            # Of moves to one slot the last counts: a chunk's rows land in no order of their own.
             of_slots = list({move.host_slot: move for move in moves}.values())
             self._offload(cache.groups[group], group, of_slots)
             self.num_offloaded_bytes += len(of_slots) * self._host_pages.bytes_per_page(group)
@@ -99,7 +81,8 @@ class PageMover:
 
     def land_all(self) -> None:
         """Wait until all slots are filled; raises what went wrong."""
-        self._wait_for(len(self._pending))
+        while self._pending:
+            self._pop_landed()
 
     def drop_pending(self) -> bool:
         """Wait for all that is on its way, and forget what failed; for use after a failed step.
@@ -107,12 +90,23 @@ class PageMover:
         Returns:
           Whether anything failed: then its slots hold nothing of use.
         """
-        errors = [landing.done.exception() for landing in self._pending]
+        has_failed = False
+        while self._pending:
+            try:
+                self._pop_landed()
+            except Exception as error:
+                logger.warning("pages did not get to the host: %s", error)
+                self._pending.popleft()
+                has_failed = True
+        return has_failed
+
+    def clear(self) -> None:
+        """Empty all slots and free their memory; nothing may refer to them any more."""
         self._pending.clear()
-        return any(errors)
+        self._host_pages.clear()
 
     def measure(self, cache: KVCache) -> KVCache:
-        """Time both directions for `seconds_per_page`; the null page and any slot are overwritten.
+        """Time both directions for `seconds_per_page`; the null page is overwritten.
 
         Args:
           cache: donated.
@@ -120,14 +114,32 @@ class PageMover:
         num_pages = min(PAGE_CHUNK_SIZES[-1], self._host_pages.num_slots)
         offload = fetch = 0.0
         for group in range(self._host_pages.num_groups):
-            cache, _ = self._time_chunk(cache, group, num_pages)  # pays for the buffers
+            for _ in range(2):  # pays for the memory: old pages stay until the new ones are there
+                cache, _ = self._time_chunk(cache, group, num_pages)
             cache, seconds = self._time_chunk(cache, group, num_pages)
             offload += seconds.offload / num_pages
             fetch += seconds.fetch / num_pages
-        self.waited_seconds = 0.0
+        self.clear()
         self.seconds_per_page = PageSeconds(offload, fetch)
         self._log_speed(self.seconds_per_page)
         return cache
+
+    def take_memory(self, cache: KVCache) -> None:
+        """Fill all slots once, so that XLA takes their memory now and keeps it.
+
+        Pinning takes 0.4 s a GB (H200), for which steps would have to wait later.
+
+        Args:
+          cache: its null page is copied; not donated.
+        """
+        start, host_pages = time.monotonic(), self._host_pages
+        slots = [*range(host_pages.num_slots), *range(min(MAX_DEVICE_PAGES, host_pages.num_slots))]
+        for group in range(host_pages.num_groups):
+            moves = [PageMove(group=group, page=0, host_slot=slot) for slot in slots]
+            self._offload(cache.groups[group], group, moves)
+        self.land_all()
+        self.clear()
+        logger.info("the host tier's memory is taken in %.1f s", time.monotonic() - start)
 
     def _time_chunk(
         self, cache: KVCache, group: int, num_pages: int
@@ -145,67 +157,33 @@ class PageMover:
 
     def _offload(self, group: CacheGroup, index: int, moves: Sequence[PageMove]) -> None:
         for chunk, part in _chunks(index, moves):
-            self._make_room(chunk.num_pages)
             page_ids = _padded(chunk, [move.page for move in part])
-            read = self._programs.read_pages(chunk)
-            keys, values = read(group.k_pages, group.v_pages, page_ids)
-            keys.copy_to_host_async()
-            values.copy_to_host_async()
-            slots = [move.host_slot for move in part]
-            done = self._thread.submit(self._land, index, slots, keys, values)
-            self._pending.append(_Landing(chunk, frozenset(slots), done))
+            pages = self._programs.offload(chunk)(group.k_pages, group.v_pages, page_ids)
+            self._host_pages.put(index, [move.host_slot for move in part], pages[: len(part)])
+            self._pending.append(pages[0])
 
     def _fetch(self, group: CacheGroup, index: int, moves: Sequence[PageMove]) -> CacheGroup:
-        self._wait_for_slots(index, {move.host_slot for move in moves})
         for chunk, part in _chunks(index, moves):
             page_ids = _padded(chunk, [move.page for move in part])
-            slots = [move.host_slot for move in part]
-            rows = self._host_pages.read(index, slots, chunk.num_pages)
-            write = self._programs.write_pages(chunk)
-            k_pages, v_pages = write(group.k_pages, group.v_pages, page_ids, *rows)
+            pages = self._host_pages.get(index, [move.host_slot for move in part])
+            pages += pages[-1:] * (chunk.num_pages - len(part))  # for the null page
+            fetch = self._programs.fetch(chunk)
+            k_pages, v_pages = fetch(group.k_pages, group.v_pages, page_ids, *pages)
             group = replace(group, k_pages=k_pages, v_pages=v_pages)
         return group
 
-    def _land(self, group: int, slots: list[int], keys: jax.Array, values: jax.Array) -> None:
-        self._host_pages.write(group, slots, np.asarray(keys), np.asarray(values))
-
-    def _make_room(self, num_pages: int) -> None:
-        """Wait for the oldest pages until so many more may be on their way."""
-        excess = sum(landing.chunk.num_pages for landing in self._pending)
-        excess += num_pages - MAX_PENDING_PAGES
-        count = 0
-        for landing in self._pending:
-            if excess <= 0:
-                break
-            excess -= landing.chunk.num_pages
-            count += 1
-        self._wait_for(count)
-
-    def _wait_for_slots(self, group: int, slots: set[int]) -> None:
-        """Wait for what is on its way to these slots; all that is older lands before it."""
-        last = 0
-        for count, landing in enumerate(self._pending, start=1):
-            if landing.chunk.group == group and not slots.isdisjoint(landing.slots):
-                last = count
-        self._wait_for(last)
-
-    def _wait_for(self, count: int) -> None:
-        start = time.perf_counter()
-        for _ in range(count):
-            self._pop_landed()
-        self.waited_seconds += time.perf_counter() - start if count else 0.0
-
     def _drop_landed(self) -> None:
-        while self._pending and self._pending[0].done.done():
+        # jax.Array's own class has `is_ready`; its stub does not.
+        while self._pending and self._pending[0].is_ready():  # pyright: ignore[reportAttributeAccessIssue]
             self._pop_landed()
 
     def _pop_landed(self) -> None:
-        """Take the oldest away once it has landed.
+        """Wait for the oldest, and take it away.
 
         One that failed stays, so that each later step fails too, until `drop_pending`: its slots
         hold nothing of use.
         """
-        self._pending[0].done.result()
+        self._pending[0].block_until_ready()
         self._pending.popleft()
 
     def _log_speed(self, seconds: PageSeconds) -> None:

@@ -38,7 +38,9 @@ NUM_KEPT_PROGRAMS = 256
 _SOURCES = ("jaxserve", "models", "pallas_kernels")
 _LIBRARIES = re.compile(r"(jax|flax|numpy|triton|nvidia[-_])", re.IGNORECASE)
 _VARIABLES = re.compile(r"(XLA|JAX|TF|MOSAIC|NVIDIA|CUDA|CUBLAS)_")
-_NO_MATTER = re.compile(r"CACHE|XLA_PYTHON_CLIENT|CUDA_VISIBLE|NVIDIA_(VISIBLE|DRIVER)|_LOG", re.I)
+_NO_MATTER = re.compile(
+    r"CACHE|XLA_PYTHON_CLIENT|HOST_MEMORY|CUDA_VISIBLE|NVIDIA_(VISIBLE|DRIVER)|_LOG", re.I
+)
 
 
 class ProgramStore:
@@ -140,8 +142,9 @@ def open_program_store(setup: ModelSetup, cache_dir: Path) -> ProgramStore | Non
         return None
     devices = tuple(setup.sharder.mesh.devices.flat)
     key_parts = (family.__qualname__, setup.shared_model, setup.geometries, setup.dtype)
+    kernels = (setup.backend, setup.stack, setup.config.batch_invariant)
     try:
-        return ProgramStore(cache_dir / "programs", devices, *key_parts, setup.backend, setup.stack)
+        return ProgramStore(cache_dir / "programs", devices, *key_parts, *kernels)
     except OSError as error:
         logger.warning("programs are not kept: %s", error)
         return None

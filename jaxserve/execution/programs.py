@@ -19,8 +19,9 @@ from jaxserve.execution.device_state import DeviceState
 from jaxserve.execution.page_functions import (
     PAGE_CHUNK_SIZES,
     PageChunk,
-    lower_read,
-    lower_write,
+    lower_copy,
+    lower_fetch,
+    lower_offload,
 )
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.sample_mode import SampleMode
@@ -87,7 +88,7 @@ class ProgramTable:
         builder: BatchBuilder,
         buckets: BucketTable,
     ):
-        """Compile nothing yet; a builder that takes moves to host slots asks for their programs."""
+        """Compile nothing yet; a builder that takes moves or copies of pages asks for theirs."""
         self._functions, self._shapes, self._sharder = functions, shapes, sharder
         self._builder, self._buckets = builder, buckets
         self._programs: dict[ProgramKey, Compiled] = {}
@@ -108,13 +109,17 @@ class ProgramTable:
         """(state, packed) -> state."""
         return self._programs["admit", None, None]
 
-    def read_pages(self, chunk: PageChunk) -> Compiled:
-        """(k_pages, v_pages, page_ids) -> (keys, values)."""
-        return self._programs["read_pages", chunk, None]
+    def offload(self, chunk: PageChunk) -> Compiled:
+        """(k_pages, v_pages, page_ids) -> an array in the host's memory for each page."""
+        return self._programs["offload", chunk, None]
 
-    def write_pages(self, chunk: PageChunk) -> Compiled:
-        """(k_pages, v_pages, page_ids, keys, values) -> (k_pages, v_pages)."""
-        return self._programs["write_pages", chunk, None]
+    def fetch(self, chunk: PageChunk) -> Compiled:
+        """(k_pages, v_pages, page_ids, and such an array for each page) -> (k_pages, v_pages)."""
+        return self._programs["fetch", chunk, None]
+
+    def copy_pages(self) -> Compiled:
+        """(cache, pairs) -> cache."""
+        return self._programs["copy_pages", None, None]
 
     def keys(self) -> tuple[ProgramKey, ...]:
         """All programs that serving can need; the first ones are compiled first.
@@ -137,7 +142,8 @@ class ProgramTable:
             *(("decode", bucket, mode) for mode in others for bucket in decode),
             *(("sample", count, mode) for mode in SampleMode for count in num_rows),
             ("admit", None, None),
-            *((kind, chunk, None) for chunk in chunks for kind in ("read_pages", "write_pages")),
+            *((("copy_pages", None, None),) if self._builder.takes_copies else ()),
+            *((kind, chunk, None) for chunk in chunks for kind in ("offload", "fetch")),
         )
 
     def compile_all(
@@ -223,11 +229,13 @@ class ProgramTable:
         if isinstance(shape, Bucket):
             return self._lower_forward(shape, mode)
         if isinstance(shape, PageChunk):
-            lower = lower_read if kind == "read_pages" else lower_write
+            lower = lower_offload if kind == "offload" else lower_fetch
             group = self._shapes.cache.groups[shape.group]
             return lower(group, shape.num_pages, self._sharder)
         if shape is not None and mode is not None:
             return self._lower_sample(shape, mode)
+        if kind == "copy_pages":
+            return lower_copy(self._shapes.cache, self._sharder)
         assert kind == "admit", key
         return self._lower_admit()
 

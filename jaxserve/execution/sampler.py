@@ -19,6 +19,9 @@ NUM_TOP_LOGPROBS = 20
 Draw = Callable[..., tuple[jax.Array, jax.Array]]
 """(logits, keys, temperature, top_k, top_p, min_p) -> tokens, is_finite: `xla_sampling.sample`."""
 
+LogSoftmax = Callable[[jax.Array], jax.Array]
+"""float32[S, V] logits to log-probabilities."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +150,11 @@ def forbid_stop_ids(logits: jax.Array, stop_ids: jax.Array, forbids: jax.Array) 
     return logits.at[jnp.arange(S)[:, None], ids].set(-jnp.inf, mode="drop")
 
 
-def top_logprobs(logits: jax.Array, tokens: jax.Array) -> TopLogprobs:
+def top_logprobs(
+    logits: jax.Array, tokens: jax.Array, log_softmax: LogSoftmax = jax.nn.log_softmax
+) -> TopLogprobs:
     """Log-probabilities of int32[S] chosen tokens and of the most likely ones, from raw logits."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = log_softmax(logits)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
     num_top = min(NUM_TOP_LOGPROBS, logits.shape[-1])
     top_values, top_ids = jax.lax.top_k(logprobs, num_top)

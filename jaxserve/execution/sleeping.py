@@ -3,13 +3,13 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
-import numpy as np
 
 from jaxserve.errors import EngineNotReadyError
 from jaxserve.execution.model_runner import ModelRunner
+from jaxserve.execution.page_functions import HOST_MEMORY
 from jaxserve.sleep_options import KV_CACHE, WEIGHTS
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Sleeper:
         """Begin awake, with everything on the device."""
         self.level = 0
         self._has_weights = self._has_cache = True
-        self._host_weights: list[np.ndarray] | None = None
+        self._host_weights: list[jax.Array] | None = None
 
     def check_awake(self) -> None:
         """Refuse work while something is missing.
@@ -62,8 +62,9 @@ class Sleeper:
         start = time.monotonic()
         if self._has_weights:
             if level == 1:
+                runner.drop_host_pages()
                 with _needs_memory("the weights must go to the host's memory"):
-                    self._host_weights = [np.asarray(leaf) for leaf in runner.weights]
+                    self._host_weights = _copy_to_host(runner.weights)
             runner.drop_weights()
             self._has_weights = False
         elif level == 2:
@@ -115,6 +116,12 @@ class Sleeper:
         with _needs_memory("the weights must come back to the device"):
             runner.put_weights(self._host_weights)
         self._host_weights, self._has_weights = None, True
+
+
+def _copy_to_host(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copies in memory that the devices copy from directly, sharded as before."""
+    shardings = [leaf.sharding.with_memory_kind(HOST_MEMORY) for leaf in leaves]
+    return jax.block_until_ready(jax.device_put(list(leaves), shardings))
 
 
 @contextlib.contextmanager

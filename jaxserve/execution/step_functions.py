@@ -1,5 +1,6 @@
 """The pure functions that are compiled: forward, sample, their fusion for decode, and admit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -20,6 +21,7 @@ from jaxserve.execution.packed_layout import PackedLayout
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.sampler import (
     Draw,
+    LogSoftmax,
     TopLogprobs,
     choose_draw,
     sample_tokens,
@@ -43,11 +45,15 @@ class StepFunctions:
       weights: the layout of the leaves.
       sharder: of the devices that share the model; None = one device.
       draw: the version of the sampler.
+      logits: (head, hidden, soft cap) to logits: `compute_logits`, or what rounds in another way.
+      log_softmax: the same of `jax.nn.log_softmax`.
     """
 
     weights: WeightLayout
     sharder: Sharder | None = None
     draw: Draw = field(default_factory=choose_draw)
+    logits: Callable[..., jax.Array] = compute_logits
+    log_softmax: LogSoftmax = jax.nn.log_softmax
 
     def forward(
         self,
@@ -143,7 +149,7 @@ class StepFunctions:
         self, mode: SampleMode, head: jax.Array, hidden: jax.Array, records: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The result of `sample`, and new records that are yet to be written."""
-        logits = compute_logits(head, hidden, self.weights.logit_soft_cap)
+        logits = self.logits(head, hidden, self.weights.logit_soft_cap)
         draw = self.draw
         if mode != SampleMode.GREEDY and self.sharder is not None and self.sharder.mesh.size > 1:
             logits = self.sharder.whole_rows(logits)
@@ -153,13 +159,13 @@ class StepFunctions:
         columns = [tokens, num_new, is_finite.astype(jnp.int32)]
         result = jnp.stack(columns, axis=1)
         if mode == SampleMode.FULL:
-            result = jnp.concatenate([result, _logprob_columns(logits, tokens)], axis=1)
+            top = top_logprobs(logits, tokens, self.log_softmax)
+            result = jnp.concatenate([result, _logprob_columns(top)], axis=1)
         return result, record_tokens(records, tokens, num_new, is_finite)
 
 
-def _logprob_columns(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def _logprob_columns(top: TopLogprobs) -> jax.Array:
     """int32[S, 2 + 2 * NUM_TOP_LOGPROBS]: rank, ids, and the bits of the log-probabilities."""
-    top: TopLogprobs = top_logprobs(logits, tokens)
     values = jnp.concatenate([top.chosen[:, None], top.top_values], axis=1)
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     return jnp.concatenate([top.rank[:, None], top.top_ids, bits], axis=1)

@@ -190,6 +190,11 @@ class EngineMetrics(Collector):
                 num_host_hits,
             ),
             (
+                "jaxserve:copied_pages",
+                "Pages copied for sequences that share their first tokens.",
+                totals["num_copied_pages"],
+            ),
+            (
                 "jaxserve:offloaded_bytes",
                 "Bytes of pages copied to the host's memory.",
                 totals["num_offloaded_bytes"],

@@ -17,6 +17,7 @@ FOLLOWED = (
     "num_prefix_queries",
     "num_prefix_hits",
     "num_host_prefix_hits",
+    "num_copied_pages",
     "num_offloaded_bytes",
     "num_fetched_bytes",
     *(f"{stage}_seconds" for stage in STAGES),

@@ -20,7 +20,7 @@ class PromptSearch:
     """The beam search of one prompt: asks for steps, takes their outputs, tells the best beams.
 
     A step is a request of one token for each live beam. What the steps before it computed is found
-    in the prefix cache, but for the tokens of a last page that is not full.
+    in the prefix cache, so a beam computes its newest token alone.
 
     Args:
       submission: the prompt, and the options that the requests of all steps have. It is not sent

@@ -83,6 +83,11 @@ class SchedulerFacts:
         return self._roster.prefixes.num_host_hits
 
     @property
+    def num_copied_pages(self) -> int:
+        """Pages that were copied for a sequence that shares their first tokens; never falls."""
+        return self._roster.prefixes.copies.num_copied_pages
+
+    @property
     def kv_cache_usage(self) -> float:
         """Share of the pages that are held, in [0, 1]; of the fullest group. 0 when idle."""
         pools = self._roster.page_pools

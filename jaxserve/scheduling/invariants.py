@@ -1,10 +1,12 @@
 """The laws that the scheduler's books keep between any two calls."""
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 
 from jaxserve.request import Sequence, SequenceStatus
+from jaxserve.scheduling.page_digests import root_digest
 from jaxserve.scheduling.roster import Roster
 from jaxserve.step import ScheduledRow
 
@@ -26,6 +28,7 @@ def check_books(roster: Roster, rows_in_flight: Iterable[ScheduledRow]) -> None:
     rows = list(rows_in_flight)
     _check_pages(roster, owners)
     _check_freed_pages(roster, owners, rows)
+    _check_partial_pages(roster, owners)
     _check_counts(roster, owners, rows)
 
 
@@ -117,6 +120,31 @@ def _check_freed_pages(roster: Roster, owners: list[Sequence], rows: list[Schedu
             most = pool.max_held_pages(sequence.max_num_tokens, roster.max_row_tokens)
             law = f"a sequence must hold at most {most} pages of group {group}"
             _require(len(table) - num_freed <= most, law, len(table) - num_freed)
+
+
+def _check_partial_pages(roster: Roster, owners: list[Sequence]) -> None:
+    """Pages begin with the tokens by which others find them, and no copy of one is due."""
+    law = "all copies of pages must have gone with a step"
+    _require(not roster.prefixes.copies.num_pending, law, roster.prefixes.copies.num_pending)
+    for group, pool in enumerate(roster.page_pools):
+        begun = {page: (parent, content) for page, parent, content in pool.cache.partials.items()}
+        for page in begun:
+            law = f"partial page {page} of group {group} must be held or idle"
+            is_there = pool.num_references(page) > 0 or pool.cache.is_idle(page)
+            _require(is_there, law, "a blank page")
+        for sequence in owners if begun else []:
+            for index, page in enumerate(sequence.page_tables[group]):
+                if page not in begun:
+                    continue
+                parent, content = begun[page]
+                known = array("i", sequence.token_ids[index * pool.page_size :]).tobytes()
+                law = f"page {page} of group {group} must begin with the tokens that it is known by"
+                is_same = known.startswith(content) or content.startswith(known)
+                _require(is_same, law, (known, content))
+                digests = sequence.page_digests[group].up_to(index) if index else []
+                root = root_digest(sequence.request.cache_salt)
+                law = f"page {page} of group {group} must stand behind the prefix of its digest"
+                _require(parent == (digests[index - 1][0] if index else root), law, parent)
 
 
 def _check_counts(roster: Roster, owners: list[Sequence], rows: list[ScheduledRow]) -> None:

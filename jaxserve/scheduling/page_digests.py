@@ -1,6 +1,7 @@
 """Digests that name a full page by its tokens and all that stands before them."""
 
 from array import array
+from collections import OrderedDict
 from hashlib import sha256
 
 
@@ -13,6 +14,57 @@ PageName = tuple[bytes, bytes]
 """The digest of a page, and its tokens as bytes, which must be equal, too."""
 
 
+class NameMemory:
+    """Names of sequences seen lately, for others that begin with the same tokens.
+
+    A hash of each page of each prompt is most of what a shared prompt costs the host. Comparing
+    tokens is far cheaper, and as exact. One sequence is kept for each first page.
+    """
+
+    def __init__(self, capacity: int = 64):
+        """Remember nothing.
+
+        Args:
+          capacity: how many sequences are remembered, those used last.
+        """
+        self._capacity = capacity
+        self._entries: OrderedDict[PageName, tuple[bytes, list[PageName]]] = OrderedDict()
+
+    def recall(self, first: PageName, content: bytes) -> list[PageName]:
+        """Names of the leading pages that a remembered sequence shares; a new list.
+
+        Args:
+          first: the name of the first page.
+          content: the tokens of all full pages.
+        """
+        entry = self._entries.get(first)
+        if entry is None:
+            return [first]
+        self._entries.move_to_end(first)
+        known, names = entry
+        size = len(first[1])
+        low, high = 1, min(len(known), len(content)) // size
+        while low < high:
+            middle = (low + high + 1) // 2
+            if known[low * size : middle * size] == content[low * size : middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+        return names[:low]
+
+    def note(self, content: bytes, names: list[PageName]) -> None:
+        """Remember a sequence in place of one with the same first page.
+
+        Args:
+          content: the tokens of all its full pages.
+          names: of these pages; the caller may extend the list later.
+        """
+        self._entries[names[0]] = content, names[:]
+        self._entries.move_to_end(names[0])
+        if len(self._entries) > self._capacity:
+            self._entries.popitem(last=False)
+
+
 class PageDigests:
     """The names of one sequence's pages of one size, made when they are asked for.
 
@@ -21,27 +73,52 @@ class PageDigests:
     Source: vLLM's automatic prefix caching, which chains hashes of blocks in the same way.
     """
 
-    def __init__(self, root: bytes, token_ids: list[int], page_size: int):
+    def __init__(
+        self, root: bytes, token_ids: list[int], page_size: int, memory: NameMemory | None = None
+    ):
         """Start without names.
 
         Args:
           root: of `root_digest`.
           token_ids: the sequence's own list, which only grows, or is cut at the end of its life.
           page_size: tokens in a page.
+          memory: names that may be known already.
         """
         self._root, self._token_ids, self._page_size = root, token_ids, page_size
         self._names: list[PageName] = []
+        self._memory = memory
 
     def up_to(self, num_pages: int) -> list[PageName]:
         """Names of the first pages, or of more; all their tokens are known."""
         names, size = self._names, self._page_size
         if len(names) < num_pages:
-            first = len(names) * size
-            tokens = array("i", self._token_ids[first : num_pages * size])
+            tokens = array("i", self._token_ids[len(names) * size : num_pages * size])
             content, num_bytes = tokens.tobytes(), size * tokens.itemsize
-            digest = names[-1][0] if names else self._root
-            for start in range(0, len(content), num_bytes):
-                page = content[start : start + num_bytes]
-                digest = sha256(digest + page).digest()
-                names.append((digest, page))
+            if names or self._memory is None or num_pages < _WORTH_REMEMBERING:
+                _extend(names, self._root, content, num_bytes)
+            else:
+                self._recall(self._memory, content, num_bytes)
         return names
+
+    def _recall(self, memory: NameMemory, content: bytes, num_bytes: int) -> None:
+        """Name the first pages, with what another sequence has named; remember what is much."""
+        names = self._names
+        _extend(names, self._root, content[:num_bytes], num_bytes)
+        names[:] = memory.recall(names[0], content)
+        num_known = len(names)
+        _extend(names, self._root, content[num_known * num_bytes :], num_bytes)
+        if len(names) - num_known >= _WORTH_REMEMBERING:
+            memory.note(content, names)
+
+
+_WORTH_REMEMBERING = 8
+"""Pages. A sequence with fewer of its own than this is not remembered."""
+
+
+def _extend(names: list[PageName], root: bytes, content: bytes, num_bytes: int) -> None:
+    """Append the names of the pages in `content`, each of so many bytes."""
+    digest = names[-1][0] if names else root
+    for start in range(0, len(content), num_bytes):
+        page = content[start : start + num_bytes]
+        digest = sha256(digest + page).digest()
+        names.append((digest, page))

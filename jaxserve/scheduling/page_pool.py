@@ -124,20 +124,12 @@ class PagePool:
             self._num_references[page] = 1
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page.
-
-        Raises:
-          ValueError: a page is free, or is the null page.
-        """
-        for page in pages:
-            self._check_held(page)
-            self._num_references[page] += 1
-
-    def find_cached(self, names: Iterable[PageName]) -> list[int]:
+    def find_cached(self, names: list[PageName]) -> list[int]:
         """The pages of these names up to the first that is nowhere; `ON_HOST` for host slots."""
-        pages, find = [], self.cache.find
-        for name in names:
+        pages, find = self.cache.find_first(names), self.cache.find
+        if not self.host.num_slots:
+            return pages
+        for name in names[len(pages) :]:
             page = find(name)
             if page is None:
                 if self.host.find(name) is None:
@@ -147,17 +139,24 @@ class PagePool:
         return pages
 
     def take_cached(self, pages: Iterable[int]) -> None:
-        """Add one reference to each of these cached pages, held or not.
+        """Add one reference to each of these pages, which are held or idle.
 
         Raises:
-          ValueError: a page is neither held nor cached.
+          ValueError: a page is neither, or is the null page.
         """
+        counts = self._num_references
         for page in pages:
-            if self.cache.is_idle(page):
+            if not (0 < page < self.num_pages and counts[page]):
+                if not self.cache.is_idle(page):
+                    self._check_held(page)
                 self.cache.revive(page)
-            else:
-                self._check_held(page)
-            self._num_references[page] += 1
+            counts[page] += 1
+
+    def add_partial(self, page: int, parent: bytes, content: bytes) -> None:
+        """Remember what a held page begins with; see `PageCache.add_partial`."""
+        blank = self.cache.add_partial(page, parent, content)
+        if blank is not None:
+            self._free.append(blank)
 
     def take_evicted(self) -> list[tuple[int, int]]:
         """The `(page, host slot)` of all pages that were evicted since the last call.
@@ -179,7 +178,7 @@ class PagePool:
 
     def _evict(self) -> int:
         page, name = self.cache.evict()
-        slot = self.host.put(name)
+        slot = None if name is None else self.host.put(name)
         if slot is not None:
             self._evicted.append((page, slot))
         return page

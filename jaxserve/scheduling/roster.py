@@ -200,7 +200,7 @@ class Roster:
 
     def count_admission_pages(self, hit: PrefixHit, num_tokens: int) -> list[int]:
         """The same of a waiting sequence, and the free pages that its hit takes."""
-        lengths = [len(table) for table in hit.page_tables]
+        lengths = [len(table) + bool(hit.sources) for table in hit.page_tables]
         missing = self._count_reserved(lengths, hit.num_dead_pages, num_tokens)
         return [sum(counts) for counts in zip(missing, hit.num_taken_pages, strict=True)]
 

@@ -161,6 +161,8 @@ class Scheduler(SchedulerFacts):
                 end = row.start + num_written
                 if end % page_step < num_written:  # else it fills no page
                     roster.prefixes.remember(sequence, end)
+                if row.can_sample and not row.is_decode:
+                    roster.prefixes.finish_prompt(sequence, end)
             if sequence.finish_reason is None:
                 if not is_finite:
                     updates.append(_end_with_error(roster, sequence, NOT_FINITE))
@@ -176,9 +178,11 @@ class Scheduler(SchedulerFacts):
         return updates
 
     def fail_step(self, output: SchedulerOutput, error: str) -> list[SequenceUpdate]:
-        """Take back any step in flight that raised; its unfinished sequences end with `error`."""
+        """Take back any step in flight that raised; its unfinished sequences end with `error`.
+
+        Where its pages may not have been moved, the caller resets the prefix cache.
+        """
         self._in_flight.remove(output)
-        self._forget_moved(output)
         self._order.drop_step(output)
         updates = []
         for row in output.rows:
@@ -196,7 +200,8 @@ class Scheduler(SchedulerFacts):
 
         Its running sequences are preempted, and with them those that come after them in the order
         of the roster. They keep their tokens, and compute and sample again what the step would have
-        brought: nothing is lost, and nothing comes twice.
+        brought: nothing is lost, and nothing comes twice. Where its pages may not have been moved,
+        the caller resets the prefix cache.
 
         Raises:
           ValueError: `output` is not the newest step in flight; later steps go on from its tokens.
@@ -204,7 +209,6 @@ class Scheduler(SchedulerFacts):
         if not self._in_flight or self._in_flight[-1] is not output:
             raise ValueError("output must be the newest step in flight; got another one")
         self._in_flight.pop()
-        self._forget_moved(output)
         self._order.drop_step(output)
         roster, sequences = self._roster, {row.sequence for row in output.rows}
         for row in output.rows:
@@ -216,11 +220,6 @@ class Scheduler(SchedulerFacts):
         for row in output.rows:
             if row.sequence.status is SequenceStatus.LEAVING:
                 roster.settle(row.sequence)
-
-    def _forget_moved(self, output: SchedulerOutput) -> None:
-        """A step whose pages may not have been moved leaves no page whose content is sure."""
-        if output.offloads or output.fetches:
-            self.reset_prefix_cache()
 
     def lower_token_limit(self, output: SchedulerOutput) -> bool:
         """Make the next steps half as large as one that found no memory; they grow again later.

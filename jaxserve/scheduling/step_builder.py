@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxserve.request import Sequence, SequenceStatus
 from jaxserve.scheduling.bucket_fit import find_surplus
 from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.prefix_index import PrefixHit
 from jaxserve.scheduling.roster import NewPages, Roster
 from jaxserve.step import ScheduledRow, SchedulerOutput
 
@@ -54,7 +55,8 @@ class StepBuilder:
     sooner. When nothing runs or leaves, all pages are free and it is admitted.
 
     **Prefixes.** The first that waits is not admitted while a running sequence is about to compute
-    a page that both need. That one runs, so by the above it computes the page, or leaves.
+    a page that both need. That one runs, so by the above it computes the page, or leaves. A page
+    that would have to be copied is done without where there is no room for it beside its copy.
     """
 
     def __init__(self, config: SchedulerConfig, roster: Roster, max_num_tokens: int):
@@ -82,12 +84,14 @@ class StepBuilder:
         if not rows:
             return None
         offloads, fetches = self._roster.prefixes.take_moves()
+        copies = self._roster.prefixes.copies.take_copies()
         return SchedulerOutput(
             rows=rows,
             num_decode_rows=len(self._decode_rows),
             num_tokens=self._num_tokens,
             offloads=offloads,
             fetches=fetches,
+            copies=copies,
         )
 
     def _add_decodes(self) -> None:
@@ -183,13 +187,17 @@ class StepBuilder:
                 reserved = self._count_reserved_pages()
             hit = roster.prefixes.find(sequence)
             num_tokens = len(sequence.token_ids)
+            if hit.is_promised or not self._chunk_size(num_tokens - hit.num_tokens):
+                return
+            wanted = self._add_admission(reserved, hit, num_tokens)
+            if hit.sources and not self._can_admit(wanted):
+                # The pool may be too small for the source beside the sequence.
+                hit = roster.prefixes.find(sequence, may_copy=False)
+                wanted = self._add_admission(reserved, hit, num_tokens)
+            if not self._can_admit(wanted):
+                return
+            reserved = wanted
             count = self._chunk_size(num_tokens - hit.num_tokens)
-            if count == 0 or hit.is_promised:
-                return
-            wanted = roster.count_admission_pages(hit, num_tokens)
-            reserved = [sum(counts) for counts in zip(reserved, wanted, strict=True)]
-            if not self._can_admit(reserved):
-                return
             roster.admit(hit)
             found = _entries(sequence)
             first_pages = roster.count_missing_pages(sequence, hit.num_tokens + count)
@@ -254,6 +262,11 @@ class StepBuilder:
             reserved = [sum(counts) for counts in zip(reserved, wanted, strict=True)]
         return reserved
 
+    def _add_admission(self, reserved: list[int], hit: PrefixHit, num_tokens: int) -> list[int]:
+        """The pages to keep free, for each group, with those for a sequence that waits."""
+        wanted = self._roster.count_admission_pages(hit, num_tokens)
+        return [sum(counts) for counts in zip(reserved, wanted, strict=True)]
+
     def _can_admit(self, reserved: list[int]) -> bool:
         """Tell whether the pages are there, and the watermark is kept if anyone runs."""
         share = self._config.watermark if self._roster.running else 0.0
@@ -290,7 +303,9 @@ class StepBuilder:
 def _entries(sequence: Sequence) -> NewPages:
     """The pages that a sequence holds, as entries of its page tables."""
     return tuple(
-        tuple((index, page) for index, page in enumerate(table) if page)
+        tuple(enumerate(table))
+        if 0 not in table
+        else tuple((index, page) for index, page in enumerate(table) if page)
         for table in sequence.page_tables
     )
 

@@ -33,13 +33,14 @@ class Gemma2Layer(DecoderLayer):
         rows: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         """As in DecoderLayer."""
-        x, normed = self.input_layernorm.add(x, delta)
-        attended, cache = self.self_attn(normed, batch, cache, layer, angles, rows)
+        x, qkv = self.self_attn.project(x, delta, self.input_layernorm)
+        attended, cache = self.self_attn(qkv, batch, cache, layer, angles, rows)
         if rows is not None:
             x = x[rows]
-        x, normed = self.pre_feedforward_layernorm.add(x, attended, self.post_attention_layernorm)
-        fed = self.post_feedforward_layernorm(total(self.mlp(normed), x.ndim, x.dtype))
-        return x, fed, cache
+        x, fed = self.mlp(
+            x, attended, self.pre_feedforward_layernorm, self.post_attention_layernorm
+        )
+        return x, self.post_feedforward_layernorm(total(fed, x.ndim, x.dtype)), cache
 
 
 class Gemma2ForCausalLM(Decoder):

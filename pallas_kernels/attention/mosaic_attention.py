@@ -55,6 +55,7 @@ class BlockPlan:
       soft_cap: bound of the logits; None = none.
       dtype: of q, pages and output.
       p_in_smem: the weights go to WGMMA through shared memory, as interpret mode needs.
+      is_one_position: all queries of a row stand at its last position.
     """
 
     group: int
@@ -67,6 +68,7 @@ class BlockPlan:
     soft_cap: float | None
     dtype: Any
     p_in_smem: bool
+    is_one_position: bool = False
 
     @property
     def copies(self) -> int:

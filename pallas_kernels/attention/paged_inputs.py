@@ -27,7 +27,7 @@ class PrefillTiles(NamedTuple):
     Attributes:
       tiles: [tiles, 5] int32: row; token of place 0; first and end of the tile's tokens that are
         the row's; position of place 0 in the row's sequence, negative where that token is not the
-        row's.
+        row's; or the position of all queries, where they have but one.
       counts: [3] int32: tiles with work; first token with a tile; end of the tokens with one.
     """
 
@@ -117,6 +117,7 @@ def plan_prefill_tiles(
     num_tokens: int,
     tile_tokens: int,
     alignment: int,
+    is_one_position: bool = False,
 ) -> PrefillTiles:
     """Describe the tiles of `plan_query_tiles`, longest work first.
 
@@ -127,6 +128,7 @@ def plan_prefill_tiles(
       num_tokens: T, the padded number of tokens.
       tile_tokens: places a tile.
       alignment: tiles start at multiples of it; divides `tile_tokens`.
+      is_one_position: all queries of a row stand at its last position.
     """
     row, first_token, num_tiles = plan_query_tiles(
         query_start_loc,
@@ -142,6 +144,8 @@ def plan_prefill_tiles(
     first = jnp.maximum(first_token, start)
     last = jnp.minimum(first_token + tile_tokens, end)
     num_keys = jnp.where(has_work, base + (last - first_token), 0)
+    if is_one_position:
+        base, num_keys = seq_lens[row] - 1, jnp.where(has_work, seq_lens[row], 0)
     tiles = jnp.stack([row, first_token, first, last, base], axis=1)[jnp.argsort(-num_keys)]
     counts = jnp.stack([num_tiles, query_start_loc[first_row[0]], query_start_loc[-1]])
     return PrefillTiles(tiles.astype(jnp.int32), counts.astype(jnp.int32))

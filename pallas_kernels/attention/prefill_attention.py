@@ -49,8 +49,11 @@ COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "interpret", "tuning")
-)
+    jax.jit,
+    static_argnames=(
+        "scale", "sliding_window", "soft_cap", "is_one_position", "interpret", "tuning",
+    ),
+)  # fmt: skip
 def prefill_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -66,6 +69,7 @@ def prefill_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    is_one_position: bool = False,
     interpret: Any = None,
     tuning: PrefillTuningConfig | None = None,
 ) -> jax.Array:
@@ -90,6 +94,7 @@ def prefill_attention(
       scale: multiplies the logits; positive.
       sliding_window: a query at position p sees the keys `(p - sliding_window, p]`; None = all.
       soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`.
+      is_one_position: all queries of a row stand at position `seq_lens[s] - 1`.
       interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
       tuning: sizes of the kernel; None = from the table.
 
@@ -112,6 +117,7 @@ def prefill_attention(
             num_tokens=q.shape[0],
             head_dim=q.shape[2],
             dtype=q.dtype,
+            is_one_position=is_one_position,
             tuning=tuning,
         )
     _check_prefill_inputs(q, decoded, tiles, seq_lens.shape[0], tuning, scale)
@@ -126,6 +132,7 @@ def prefill_attention(
         soft_cap=soft_cap,
         dtype=q.dtype,
         p_in_smem=interpret is not None,
+        is_one_position=is_one_position,
     )
     inputs = (k_pages, v_pages, page_table, layer, *tiles)
     return _launch(plan, tuning, q, inputs, decoded, interpret)
@@ -139,6 +146,7 @@ def prefill_tiles(
     num_tokens: int,
     head_dim: int,
     dtype: DTypeLike,
+    is_one_position: bool = False,
     tuning: PrefillTuningConfig | None = None,
 ) -> PrefillTiles:
     """Cut the queries into tiles; all layers of one stored head dim can share them.
@@ -150,6 +158,7 @@ def prefill_tiles(
       num_tokens: T.
       head_dim: stored head dim H.
       dtype: of q.
+      is_one_position: as for `prefill_attention`.
       tuning: as for `prefill_attention`.
     """
     tuning = tuning or prefill_tuning(gpu_kind(), head_dim, dtype)
@@ -160,6 +169,7 @@ def prefill_tiles(
         num_tokens=num_tokens,
         tile_tokens=TILE_ROWS * tuning.compute_warpgroups,
         alignment=ALIGNMENT,
+        is_one_position=is_one_position,
     )
 
 

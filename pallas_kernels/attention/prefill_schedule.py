@@ -167,7 +167,8 @@ def _visible(plan: BlockPlan, span: Span, step: jax.Array) -> Visible:
     shift = span.base - (span.first_block + step) * plan.block
 
     def visible(query, column):
-        newest = query + shift  # of few values, which spares registers
+        # Of few values, which spares registers.
+        newest = shift if plan.is_one_position else query + shift
         seen = column <= newest
         return seen if plan.window is None else seen & (column > newest - plan.window)
 

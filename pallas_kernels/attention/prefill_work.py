@@ -34,7 +34,7 @@ class Work(NamedTuple):
     row: jax.Array
     first_token: jax.Array  # of place 0 of the tile, aligned
     tokens: tuple[jax.Array, jax.Array]  # [first, end) with queries of this row
-    base: jax.Array  # position of place 0; negative where that is another row's
+    base: jax.Array  # position of place 0, negative where that is another row's; or of all places
     keys: tuple[jax.Array, jax.Array]  # [first, end) that any query sees
     first_block: jax.Array
     steps: jax.Array
@@ -51,7 +51,7 @@ class Span(NamedTuple):
     inner: jax.Array
     outer: jax.Array
     keys: tuple[jax.Array, jax.Array]  # [first, end) that any query of the tile sees
-    base: jax.Array  # position of query row 0
+    base: jax.Array  # position of query row 0, or of all
 
 
 def for_each_work(
@@ -93,10 +93,12 @@ def for_each_work(
 
 def _describe(plan: BlockPlan, head: jax.Array, fields: tuple[jax.Array, ...]) -> Work:
     row, first_token, first, end, base = fields
+    oldest, end_key = base + (first - first_token), base + (end - first_token)
+    if plan.is_one_position:
+        oldest, end_key = base, base + 1
     first_key = jnp.int32(0)
     if plan.window is not None:
-        first_key = jnp.maximum(base + (first - first_token) - plan.window + 1, 0)
-    end_key = base + (end - first_token)
+        first_key = jnp.maximum(oldest - plan.window + 1, 0)
     block = jnp.int32(plan.block)
     first_block = lax.div(first_key, block)
     steps = jnp.maximum(lax.div(end_key + (block - 1), block) - first_block, 1)
@@ -112,7 +114,9 @@ def span_of(plan: BlockPlan, work: Work, warpgroup: jax.Array) -> Span:
         seen_by_all = jnp.maximum(work.keys[1] - plan.window, 0)
         inner = lax.div(seen_by_all + (block - 1), block) - work.first_block
         inner = jnp.clip(inner, 0, work.steps)
-    first_position = work.base + (work.tokens[0] - work.first_token)
+    base, first_position = work.base, work.base
+    if not plan.is_one_position:
+        first_position += work.tokens[0] - work.first_token
+        base += warpgroup * TILE_ROWS
     outer = jnp.clip(lax.div(first_position + 1, block) - work.first_block, inner, work.steps)
-    base = work.base + warpgroup * TILE_ROWS
     return Span(work.first_block, work.steps, inner, outer, work.keys, base)

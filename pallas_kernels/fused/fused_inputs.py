@@ -1,9 +1,11 @@
 """What the fused operations take: a product's result, whole or as the partial sums of a split K."""
 
+import functools
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -31,14 +33,19 @@ def check_sum(name: str, value: jax.Array, width: int, dtype: DTypeLike) -> None
 
 
 def total(value: jax.Array, num_axes: int, dtype: DTypeLike) -> jax.Array:
-    """A "sum" as one array.
+    """A "sum" as one array: the parts are added in order in float32, and rounded once.
 
     Args:
       value: the product's result of `num_axes` axes, or float32 with an axis of parts before them.
       num_axes: of the result.
       dtype: of the model, to which the total of parts is rounded.
     """
-    return value if value.ndim == num_axes else value.sum(0).astype(dtype)
+    if value.ndim == num_axes:
+        return value
+    added = functools.reduce(jnp.add, [value[part] for part in range(value.shape[0])])
+    # XLA leaves out a cast that another one undoes, but not this.
+    limits = jnp.finfo(dtype)
+    return lax.reduce_precision(added, limits.nexp, limits.nmant).astype(dtype)
 
 
 def check_shape(name: str, value: jax.Array, shape: tuple[int | None, ...]) -> None:

@@ -140,11 +140,11 @@ def _kernel(plan: _Plan, gate_up_ref: Any, out_ref: Any) -> None:
     column = jnp.minimum(lax.axis_index("column") * plan.columns, plan.width - plan.columns)
     rows, columns = pl.ds(row, plan.rows), pl.ds(column, plan.columns)
     gate, up = (load_sum(gate_up_ref, (rows, i, columns), layout, plan.dtype) for i in range(2))
-    activated = round_to(_activate(plan.activation, gate), plan.dtype)
+    activated = round_to(activate(plan.activation, gate), plan.dtype)
     out_ref[rows, columns] = (activated * up).astype(plan.dtype)
 
 
-def _activate(activation: Activation, x: jax.Array) -> jax.Array:
+def activate(activation: Activation, x: jax.Array) -> jax.Array:
     """Both are x times a logistic: 0.5 * (1 + tanh(u)) is the logistic of 2 * u."""
     z = x
     if activation == "gelu_tanh":

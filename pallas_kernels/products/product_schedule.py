@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 from pallas_kernels.products.product_tuning import ProductTuningConfig
 
@@ -12,6 +13,10 @@ _SMEM_BYTES = 232_448 - 4_096  # of one thread block on Hopper, less barriers an
 _L2_BYTES_PER_BYTE = 1.3
 # Rows of 128 bytes, far apart, come a little slower from the memory than longer ones.
 _SHORT_ROW_PENALTY = 1.05
+
+Kept = Literal["nothing", "share", "all"]
+"""What of x stays in shared memory: nothing (it comes with the weights), what a program's share
+needs, or all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,7 @@ class ProductSchedule:
       share: steps of a program.
       partials: planes of the output, P.
       stages: steps in flight.
+      kept_steps: steps of x that stay in shared memory; 0 = x comes with the weights.
     """
 
     block_n: int
@@ -40,6 +46,7 @@ class ProductSchedule:
     share: int
     partials: int
     stages: int
+    kept_steps: int = 0
 
     @property
     def programs(self) -> int:
@@ -65,7 +72,12 @@ def _sharers(tiles: int, steps: int, share: int) -> list[int]:
 
 @functools.cache
 def make_schedule(
-    rows: int, depth: int, columns: int, transposed: bool, tuning: ProductTuningConfig
+    rows: int,
+    depth: int,
+    columns: int,
+    transposed: bool,
+    tuning: ProductTuningConfig,
+    kept: Kept = "nothing",
 ) -> ProductSchedule:
     """Choose tile, share and ring of x [rows, depth] times a weight of `columns` columns.
 
@@ -73,11 +85,12 @@ def make_schedule(
     way, and the partial sums, which are written and read again.
 
     Args:
-      rows: a multiple of 8, at most 128.
+      rows: at most 128; those of a WGMMA are a multiple of 8.
       depth: K, a multiple of 64.
       columns: N, a multiple of 64.
       transposed: the weight is stored [N, K].
       tuning: limits and sizes.
+      kept: what of x stays in shared memory.
 
     Returns:
       The schedule.
@@ -85,17 +98,23 @@ def make_schedule(
     Raises:
       ValueError: no tile of `tuning` fits.
     """
+    rows += -rows % 8
+    ring_rows = rows if kept == "nothing" else 0
     max_partials = tuning.max_partials
     best: tuple[float, ProductSchedule] | None = None
     for block_n in (64, 128, 256) if tuning.block_n is None else (tuning.block_n,):
         is_ragged = columns % block_n != 0
-        block_k, stages = _fit_ring(rows, depth, block_n, tuning)
-        if block_n > columns or (is_ragged and max_partials != 1) or stages < _MIN_STAGES:
+        if block_n > columns or (is_ragged and max_partials != 1):
             continue
+        block_k = _choose_block_k(ring_rows, rows * depth * 2, depth, block_n, tuning, kept)
+        step_bytes = (block_n + ring_rows) * block_k * 2
         tiles, steps = -(-columns // block_n), depth // block_k
         for share in _shares(tiles, steps, block_n * block_k * 2, max_partials, tuning):
             partials = max(_sharers(tiles, steps, share))
-            if max_partials is not None and partials > max_partials:
+            kept_steps = {"nothing": 0, "share": min(share, steps), "all": steps}[kept]
+            kept_bytes = kept_steps * rows * block_k * 2
+            stages = _ring_bytes(ring_rows, kept_bytes, block_n, tuning) // step_bytes
+            if stages < _MIN_STAGES or (max_partials is not None and partials > max_partials):
                 continue
             schedule = ProductSchedule(
                 block_n=block_n,
@@ -105,6 +124,7 @@ def make_schedule(
                 share=share,
                 partials=partials,
                 stages=min(stages, share),
+                kept_steps=kept_steps,
             )
             cost = _cost(schedule, rows, transposed, tuning)
             if best is None or cost < best[0]:
@@ -117,15 +137,27 @@ def make_schedule(
     return best[1]
 
 
-def _fit_ring(rows: int, depth: int, block_n: int, tuning: ProductTuningConfig) -> tuple[int, int]:
-    """Depth of a step, and steps that fit beside the staged output [rows, 64] a warpgroup."""
-    staged = min(2, block_n // TILE_COLUMNS) * rows * TILE_COLUMNS * 4
-    ring = min(tuning.ring_kib * 1024, _SMEM_BYTES - staged)
-    most = ring // ((block_n + rows) * 2)  # of K in flight
+def _ring_bytes(ring_rows: int, kept_bytes: int, block_n: int, tuning: ProductTuningConfig) -> int:
+    """Room for steps in flight, beside x and the staged output [rows, 64] of each warpgroup."""
+    staged = min(2, block_n // TILE_COLUMNS) * ring_rows * TILE_COLUMNS * 4
+    return min(tuning.ring_kib * 1024, _SMEM_BYTES - staged - kept_bytes)
+
+
+def _choose_block_k(
+    ring_rows: int,
+    x_bytes: int,
+    depth: int,
+    block_n: int,
+    tuning: ProductTuningConfig,
+    kept: Kept,
+) -> int:
+    """The largest depth of a step that divides K, and of which enough fit."""
+    ring = _ring_bytes(ring_rows, x_bytes if kept == "all" else 0, block_n, tuning)
+    most = ring // ((block_n + ring_rows) * 2)  # of K in flight
     block_k = tuning.block_k
     while block_k > 64 and (depth % block_k or most // block_k < _MIN_STAGES):
         block_k //= 2
-    return block_k, most // block_k
+    return block_k
 
 
 def _shares(
@@ -150,7 +182,8 @@ def _cost(
 ) -> float:
     """Time in bytes from memory: the slowest way of weights and activations, then the sums."""
     step_bytes = schedule.block_n * schedule.block_k * 2
-    both_bytes = (schedule.block_n + rows) * schedule.block_k * 2
+    ring_rows = 0 if schedule.kept_steps else rows
+    both_bytes = (schedule.block_n + ring_rows) * schedule.block_k * 2
     all_steps = schedule.tiles * schedule.steps
     is_short_row = not transposed and schedule.block_n == 64
     from_memory = all_steps * step_bytes * (_SHORT_ROW_PENALTY if is_short_row else 1)

@@ -106,7 +106,7 @@ class Source(NamedTuple):
         start = (_no_best(), full(LOWEST), full(0.0))
         best, peak, total = self.fold(functools.partial(_survey, self.row), start)
         of_line = peak.max(axis=1)
-        total = total * jnp.exp2(peak - _spread(of_line))
+        total = total * jnp.exp2(peak - spread(of_line))
         peaks, totals = self.gather([of_line, total.sum(axis=1)])
         peak = functools.reduce(jnp.maximum, peaks)
         weights = [t * jnp.exp2(p - peak) for p, t in zip(peaks, totals, strict=True)]
@@ -148,7 +148,7 @@ class Source(NamedTuple):
         score, token = best
         highest = score.max(axis=1)
         tokens = jnp.where(
-            score == _spread(highest), token.astype(jnp.float32), float(MAX_VOCABULARY)
+            score == spread(highest), token.astype(jnp.float32), float(MAX_VOCABULARY)
         )
         scores, firsts = self.gather([highest, tokens.min(axis=1)])
         score, token = scores[0], firsts[0]
@@ -292,6 +292,6 @@ def _no_best() -> Block:
     return full(-jnp.inf), full(0)
 
 
-def _spread(of_line: jax.Array) -> jax.Array:
+def spread(of_line: jax.Array) -> jax.Array:
     """[4, 128] of the [4] values of lines."""
     return plgpu.layout_cast(lax.broadcast_in_dim(of_line, (BLOCK_LINES, LINE), [0]), LINES)

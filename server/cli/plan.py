@@ -125,6 +125,7 @@ def plan_values(report: "PlanReport") -> dict[str, Any]:
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "dtype": setup.dtype,
             "attention_backend": setup.backend if report.device_kind else None,
+            "batch_invariant": setup.config.batch_invariant,
             "row_buckets": list(buckets.row_buckets),
             "token_buckets": list(buckets.token_buckets),
             "mixed_row_buckets": list(buckets.mixed_row_buckets),

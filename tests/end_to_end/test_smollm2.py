@@ -39,14 +39,15 @@ OTHERS = ["The three primary colours are", list(range(100, 170))]
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
+    """With the settings of notebooks/quickstart.ipynb, whose test compiles the same programs."""
     return LLM(
         dtype="float32",
-        max_model_len=512,
+        max_model_len=128,
         max_num_seqs=4,
         max_num_batched_tokens=64,
         row_buckets=(4,),
         token_buckets=(64,),
-        num_gpu_blocks_override=128,
+        num_gpu_blocks_override=8,
     )
 
 
@@ -56,18 +57,21 @@ def greedy(max_tokens: int = 32, **fields) -> SamplingParams:
 
 def check(output: RequestOutput, case: Case) -> None:
     completion = output.outputs[0]
+    expected = case.output_ids[: len(completion.token_ids)]
     assert output.prompt_token_ids == case.prompt_token_ids
-    assert completion.token_ids == case.output_ids
+    assert completion.token_ids == expected
     if completion.logprobs is not None:
-        pairs = zip(completion.logprobs, case.output_ids, strict=True)
+        pairs = zip(completion.logprobs, expected, strict=True)
         logprobs = [by_id[token_id].logprob for by_id, token_id in pairs]
-        assert np.abs(np.subtract(logprobs, case.output_logprobs)).max() <= 1e-3
+        known = case.output_logprobs[: len(expected)]
+        assert np.abs(np.subtract(logprobs, known)).max() <= 1e-3
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.prompt)
 def test_tokens_and_logprobs_of_one_prompt_equal_those_of_transformers(llm: LLM, case: Case):
     (output,) = llm.generate(case.prompt, greedy(logprobs=5), use_tqdm=False)
     check(output, case)
+    assert len(output.outputs[0].token_ids) == len(case.output_ids) == 32
     for by_id in output.outputs[0].logprobs or ():
         ranks = [entry.rank for entry in by_id.values()]
         assert ranks == [1, 2, 3, 4, 5]
@@ -75,19 +79,19 @@ def test_tokens_and_logprobs_of_one_prompt_equal_those_of_transformers(llm: LLM,
 
 def test_tokens_do_not_depend_on_prompts_beside_them(llm: LLM):
     prompts = [CASES[0].prompt, *OTHERS, {"prompt_token_ids": CASES[1].prompt_token_ids}, "One"]
-    params = [greedy(), greedy(9), greedy(20), greedy(logprobs=0), greedy(40)]
+    params = [greedy(16), greedy(9), greedy(12), greedy(16, logprobs=0), greedy(20)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     check(outputs[0], CASES[0])
     check(outputs[3], CASES[1])
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [32, 9, 20, 32, 40]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [16, 9, 12, 16, 20]
 
 
 def test_text_is_that_of_the_tokens_streamed_or_not(llm: LLM):
-    (output,) = llm.generate(CASES[1].prompt, greedy(), use_tqdm=False)
-    deltas = [delta.outputs[0].text for delta in llm.stream(CASES[1].prompt, greedy())]
-    text = llm.get_tokenizer().decode(CASES[1].output_ids)
+    (output,) = llm.generate(CASES[1].prompt, greedy(16), use_tqdm=False)
+    deltas = [delta.outputs[0].text for delta in llm.stream(CASES[1].prompt, greedy(16))]
+    text = llm.get_tokenizer().decode(CASES[1].output_ids[:16])
     assert output.outputs[0].text == "".join(deltas) == text
-    assert len(deltas) == 32
+    assert len(deltas) == 16
 
 
 def test_a_stop_string_over_a_token_border_ends_the_text_before_it(llm: LLM):

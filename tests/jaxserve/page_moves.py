@@ -12,6 +12,7 @@ from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.buckets import BucketTable
 from jaxserve.execution.device_state import DeviceState
 from jaxserve.execution.host_pages import HostPages
+from jaxserve.execution.page_functions import HOST_MEMORY
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.programs import ProgramShapes, ProgramTable
 from jaxserve.step import PageMove
@@ -62,7 +63,7 @@ def page_programs(
         hidden_dtype="float32",
     )
     table = ProgramTable(FUNCTIONS, shapes, sharder, builder, buckets)
-    keys = tuple(key for key in table.keys() if key[0] in ("read_pages", "write_pages"))
+    keys = tuple(key for key in table.keys() if key[0] in ("offload", "fetch"))
     with mock.patch.object(table, "keys", lambda: keys):
         table.compile_all(num_threads=1)
     return table
@@ -91,7 +92,8 @@ class MoverRun:
     Attributes:
       cache: on the devices.
       expected: for each group the bits of keys and values, [2, L, P, B, K, H].
-      slots: for each group the bits of the host's slots, [2, num_slots, L, B, K, H].
+      slots: for each group the bits of the pages in the host's slots that were filled, each
+        [2, L, B, K, H].
     """
 
     def __init__(
@@ -116,8 +118,7 @@ class MoverRun:
 
         self.cache = jax.tree.map(fill, self.cache)
         self.expected = [np.stack([bits(g.k_pages), bits(g.v_pages)]) for g in self.cache.groups]
-        on_host = zip(self.host_pages.k_pages, self.host_pages.v_pages, strict=True)
-        self.slots = [np.stack([bits(keys), bits(values)]) for keys, values in on_host]
+        self.slots: list[dict[int, np.ndarray]] = [{} for _ in geometries]
         self._step = jax.jit(_step, donate_argnums=0).lower(self.cache, np.int32(0)).compile()
 
     def apply(self, offloads: Sequence[PageMove] = (), fetches: Sequence[PageMove] = ()) -> None:
@@ -125,9 +126,9 @@ class MoverRun:
         self.cache = self.mover.apply(offloads, fetches, self.cache)
         for move in offloads:
             page = self.expected[move.group][:, :, move.page]
-            self.slots[move.group][:, move.host_slot] = page
+            self.slots[move.group][move.host_slot] = page.copy()
         for move in fetches:
-            page = self.slots[move.group][:, move.host_slot]
+            page = self.slots[move.group][move.host_slot]
             self.expected[move.group][:, :, move.page] = page
 
     def step(self, number: int) -> None:
@@ -139,13 +140,17 @@ class MoverRun:
     def check(self) -> None:
         """Cache and slots hold what they should, bit for bit; the null page may hold anything."""
         self.mover.land_all()
-        on_host = zip(self.host_pages.k_pages, self.host_pages.v_pages, strict=True)
-        for group, (keys, values) in enumerate(on_host):
-            cached = self.cache.groups[group]
+        for group, (cached, slots) in enumerate(zip(self.cache.groups, self.slots, strict=True)):
             found = np.stack([bits(cached.k_pages), bits(cached.v_pages)])
             np.testing.assert_array_equal(found[:, :, 1:], self.expected[group][:, :, 1:])
-            found = np.stack([bits(keys), bits(values)])
-            np.testing.assert_array_equal(found, self.slots[group])
+            for slot, page in slots.items():
+                np.testing.assert_array_equal(self.on_host(group, slot), page)
+
+    def on_host(self, group: int, slot: int) -> np.ndarray:
+        """The bits of a slot, [2, L, B, K, H]."""
+        (page,) = self.host_pages.get(group, [slot])
+        assert page.sharding.memory_kind == HOST_MEMORY
+        return bits(page)
 
     def run_randomly(self, num_steps: int, seed: int) -> tuple[int, int]:
         """Random moves, each followed by a step that overwrites all pages; checked in the end.
@@ -154,7 +159,6 @@ class MoverRun:
           Offloaded and fetched bytes, which the mover should have counted.
         """
         rng = np.random.default_rng(seed)
-        filled: set[tuple[int, int]] = set()
         num_bytes = [0, 0]
         for number in range(num_steps):
             offloads, fetches = [], []
@@ -164,8 +168,7 @@ class MoverRun:
                 pages = rng.permutation(np.arange(1, num_pages))[:count].tolist()
                 slots = rng.permutation(self.num_slots)[:count].tolist()
                 offloads += moves_of(group, pages, slots)
-                filled |= {(group, slot) for slot in slots}
-                known = [slot for of_group, slot in sorted(filled) if of_group == group]
+                known = sorted({*self.slots[group], *slots})
                 if not known:
                     continue
                 count = int(rng.choice([0, 0, 1, 9, 40, 70]))

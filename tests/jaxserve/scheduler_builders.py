@@ -33,6 +33,7 @@ def make_sequence(
     *,
     seed: int = 0,
     shared: tuple[int, int] = (0, 0),
+    beginning: tuple[int, ...] = (),
     cache_salt: str | None = None,
     arrival: float = 0.0,
     timeout: float | None = None,
@@ -41,12 +42,13 @@ def make_sequence(
 ) -> Sequence:
     """A sequence that runs to its length end unless `ignore_eos=False` is given.
 
-    `shared` is another seed and how many leading tokens of the prompt are that seed's.
+    `shared` is another seed and how many leading tokens of the prompt are that seed's; `beginning`
+    are leading tokens as they are.
     """
     index = params.pop("index", 0)
-    prompt = tuple(
+    prompt = beginning[:num_prompt_tokens] + tuple(
         token_at(shared[0] if position < shared[1] else seed, position)
-        for position in range(num_prompt_tokens)
+        for position in range(len(beginning), num_prompt_tokens)
     )
     request = Request(
         request_id=name,

@@ -45,6 +45,7 @@ class SimulatedDevice:
       num_cached_tokens: tokens of admitted rows that were in pages already.
       num_offloads: pages copied to the host.
       num_fetches: pages copied back.
+      num_copies: pages copied to others.
     """
 
     page_sizes: tuple[int, ...]
@@ -55,6 +56,7 @@ class SimulatedDevice:
     num_cached_tokens: int = 0
     num_offloads: int = 0
     num_fetches: int = 0
+    num_copies: int = 0
     _host: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _memory: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -91,14 +93,29 @@ class SimulatedDevice:
             for offset, path in enumerate(self._host[move.group, move.host_slot]):
                 self._memory[move.group, move.page, offset] = path
             self.num_fetches += 1
+        self._copy(output)
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        written = {(copy.group, copy.page) for copy in output.copies}
+        assert len(written) == len(output.copies)
+        assert written.isdisjoint((move.group, move.page) for move in output.fetches)
+        for copy in output.copies:
+            assert copy.page and copy.source and (copy.group, copy.source) not in written
+            for offset in range(self.page_sizes[copy.group]):
+                self._memory.pop((copy.group, copy.page, offset), None)
+                path = self._memory.get((copy.group, copy.source, offset))
+                if path is not None:
+                    self._memory[copy.group, copy.page, offset] = path
+            self.num_copies += 1
 
     def _clear(self, output: SchedulerOutput) -> None:
         for row in output.rows:
             for group, pages in enumerate(row.new_pages):
+                size = self.page_sizes[group]
                 for index, page in pages:
-                    if row.is_admission and (index + 1) * self.page_sizes[group] <= row.start:
-                        continue  # found in the prefix cache
-                    for offset in range(self.page_sizes[group]):
+                    # What stands before the row was found in the prefix cache.
+                    num_found = max(0, row.start - index * size) if row.is_admission else 0
+                    for offset in range(num_found, size):
                         self._memory.pop((group, page, offset), None)
 
     def _run_row(self, row: ScheduledRow) -> list[int]:

@@ -11,7 +11,7 @@ from jaxserve.execution.device_state import DeviceState
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.slot_record import RECORD_SIZE, SlotField
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.step import PageMove, ScheduledRow, SchedulerOutput
+from jaxserve.step import PageCopy, PageMove, ScheduledRow, SchedulerOutput
 from tests.jaxserve.scheduler_builders import VOCABULARY, commit, make_scheduler, make_sequence
 from tests.jaxserve.toy_steps import admit, make_builder, make_state
 
@@ -330,4 +330,32 @@ def test_moves_go_with_the_batch() -> None:
     batch = make_builder(TABLE, num_host_pages=3).build(output)
     assert (batch.offloads, batch.fetches) == (out, back)
     with pytest.raises(ValueError, match=r"host slots must be in \[0, 0\)"):
+        make_builder(TABLE).build(output)
+
+
+def copies_of(*pairs: tuple[int, int]) -> tuple[PageCopy, ...]:
+    return tuple(PageCopy(group=0, source=source, page=page) for source, page in pairs)
+
+
+def test_copies_are_padded_by_the_null_page_in_buffers_of_one_size() -> None:
+    builder = make_builder(TABLE, takes_copies=True)
+    assert builder.build(make_output(make_row())).copies == ()
+    pairs = [(1, 2 + index) for index in range(20)]
+    output = msgspec.structs.replace(make_output(make_row()), copies=copies_of(*pairs))
+    first, second = builder.build(output).copies
+    assert first.shape == second.shape == (2, 1, packed_layout.NUM_PAGE_COPIES)
+    found = np.concatenate([first, second], -1)[:, 0].T.tolist()
+    assert found == [*map(list, pairs), *[[0, 0]] * 12]
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0), (40, 1), (1, 40), (-1, 1)])
+def test_copies_of_pages_that_are_not_there_are_refused(pair: tuple[int, int]) -> None:
+    output = msgspec.structs.replace(make_output(make_row()), copies=copies_of((1, 2), pair))
+    with pytest.raises(ValueError, match=r"page ids must be in \[1, 40\)"):
+        make_builder(TABLE, takes_copies=True).build(output)
+
+
+def test_copies_are_refused_where_no_program_makes_them() -> None:
+    output = msgspec.structs.replace(make_output(make_row()), copies=copies_of((1, 2)))
+    with pytest.raises(ValueError, match="copies of pages have no program here; got 1"):
         make_builder(TABLE).build(output)

@@ -15,7 +15,8 @@ def tables(draw) -> BucketTable:
     return make_bucket_table(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 500)),
-        smallest_row_bucket=draw(st.sampled_from([1, 8])),
+        small_row_buckets=draw(st.sampled_from([(1,), (8,), (1, 8)])),
+        mixed_row_bucket=draw(st.sampled_from([16, 128])),
         row_buckets=draw(SIZES),
         token_buckets=draw(SIZES),
     )
@@ -57,7 +58,8 @@ def test_sizes_are_sorted_and_closed_by_the_limits() -> None:
     table = make_bucket_table(
         max_num_seqs=100,
         max_num_batched_tokens=500,
-        smallest_row_bucket=8,
+        small_row_buckets=(8,),
+        mixed_row_bucket=128,
         row_buckets=(64, 8, 8, 256, 100),
         token_buckets=(512, 128, 4096),
     )
@@ -67,11 +69,16 @@ def test_sizes_are_sorted_and_closed_by_the_limits() -> None:
 
 
 def test_the_default_table_is_short_where_weights_bound_a_step_and_dense_above() -> None:
-    table = make_bucket_table(max_num_seqs=1024, max_num_batched_tokens=8192, smallest_row_bucket=8)
-    assert table.row_buckets == (8, 32, 64, 128, 256, 384, 512, 768, 1024)
+    table = make_bucket_table(
+        max_num_seqs=1024,
+        max_num_batched_tokens=8192,
+        small_row_buckets=(1, 8),
+        mixed_row_bucket=128,
+    )
+    assert table.row_buckets == (1, 8, 32, 64, 128, 256, 384, 512, 768, 1024)
     assert table.token_buckets == (128, 256, 512, 1024, 2048, 4096, 8192)
     assert table.mixed_row_buckets == (128, 1024)
-    assert len(table.all()) == 22
+    assert len(table.all()) == 23
 
 
 def test_a_step_that_no_bucket_holds_is_an_error_with_its_sizes() -> None:
@@ -93,5 +100,7 @@ def test_many_rows_of_few_tokens_move_up_to_a_bucket_with_enough_rows() -> None:
 
 
 def test_a_budget_below_the_smallest_row_bucket_still_ends_with_the_largest_bucket() -> None:
-    table = make_bucket_table(max_num_seqs=1, max_num_batched_tokens=1, smallest_row_bucket=8)
+    table = make_bucket_table(
+        max_num_seqs=1, max_num_batched_tokens=1, small_row_buckets=(8,), mixed_row_bucket=128
+    )
     assert table.all() == (Bucket(8, 8, True), Bucket(8, 8, False))

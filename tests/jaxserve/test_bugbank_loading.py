@@ -20,7 +20,6 @@ from jaxserve.text.chat_prompt import encode_chat
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from models.errors import ModelLoadError
 from models.kv_cache import allocate_cache, cache_geometries
-from models.layers import compute_logits
 from models.loading.checkpoint import CheckpointLoader
 from models.loading.gguf import GgufFile
 from models.loading.safetensors import SafetensorsFolder
@@ -31,7 +30,7 @@ from tests.goldens_loader import load_golden
 from tests.jaxserve import small_tokenizers
 from tests.jaxserve.test_tokenizer import write_bpe, write_spm
 from tests.models.test_loading_gguf import gguf_name, permute, raw_header, tensor_info
-from tests.models.tiny_models import make_layout, one_device
+from tests.models.tiny_models import logits_of, make_layout, one_device
 
 pytestmark = pytest.mark.bugbank
 
@@ -182,8 +181,7 @@ def test_bugbank_R71_rope_freqs_are_applied_and_a_missing_output_is_the_embeddin
     geometries = cache_geometries(config, page_size=PAGE_SIZE, dtype="float32")
     case = load_golden("llama_llama3_rope_tied").logits[-1]
     cache = allocate_cache(geometries, (NUM_PAGES,), one_device())
-    hidden, _ = layout.merge(leaves)(prompt_batch(case.prompt, len(cache.groups)), cache)
-    logits = np.asarray(compute_logits(leaves[layout.head_index], hidden))
+    logits = logits_of(layout, leaves, prompt_batch(case.prompt, len(cache.groups)), cache)
     assert np.abs(logits - case.logits).max() <= 1e-4 * np.abs(case.logits).max()
 
 

@@ -110,6 +110,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("step_timeout", -1, "must be at least 0; got -1"),
     ("step_timeout", float("inf"), "must be finite"),
     ("debug_poison_pages", 1, "must be True or False; got 1"),
+    ("batch_invariant", 1, "must be True or False; got 1"),
     ("max_logprobs", 21, r"must be in \[0, 20\]"),
 ]
 
@@ -118,6 +119,16 @@ BAD: list[tuple[str, Any, str]] = [
 def test_a_bad_value_is_refused_with_name_rule_and_value(name: str, value: Any, rule: str):
     with pytest.raises(EngineConfigError, match=f"^{name} {rule}"):
         EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("tensor_parallel_size", 2), ("attention_backend", "xla"), ("attention_backend", "triton")],
+)
+def test_batch_invariance_is_refused_where_its_kernels_do_not_run(setting: str, value: Any):
+    assert EngineConfig(batch_invariant=True, attention_backend="mosaic").batch_invariant
+    with pytest.raises(EngineConfigError, match=f"^batch_invariant must be off with {setting} "):
+        EngineConfig(batch_invariant=True, **{setting: value})
 
 
 def test_each_field_that_has_a_rule_is_among_the_bad_ones():

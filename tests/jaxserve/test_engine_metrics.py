@@ -258,6 +258,7 @@ def test_the_engines_own_totals_are_shown_under_their_names():
             num_compilations=2,
             num_prefix_queries=50,
             num_prefix_hits=32,
+            num_copied_pages=3,
             schedule_seconds=0.5,
             collect_seconds=0.25,
         )
@@ -265,6 +266,7 @@ def test_the_engines_own_totals_are_shown_under_their_names():
     assert value(metrics, "jaxserve:step_tokens_total") == 60
     assert value(metrics, "jaxserve:step_padded_tokens_total") == 64
     assert value(metrics, "jaxserve:compilations_total") == 2
+    assert value(metrics, "jaxserve:copied_pages_total") == 3
     for prefix in ("vllm:prefix_cache", "vllm:gpu_prefix_cache"):
         assert value(metrics, f"{prefix}_queries_total") == 50
         assert value(metrics, f"{prefix}_hits_total") == 32

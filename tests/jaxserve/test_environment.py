@@ -12,11 +12,13 @@ from jaxserve.llm import LLM
 @pytest.mark.parametrize("value", ["true", "True", "1"])
 def test_a_variable_of_vllm_becomes_a_setting(value):
     assert environment_settings({"VLLM_USE_MODELSCOPE": value}) == {"use_modelscope": True}
+    assert environment_settings({"VLLM_BATCH_INVARIANT": value}) == {"batch_invariant": True}
 
 
 @pytest.mark.parametrize("value", ["", "false", "0", "no"])
 def test_a_variable_that_asks_nothing_sets_nothing(value):
     assert environment_settings({"VLLM_USE_MODELSCOPE": value}) == {}
+    assert environment_settings({"VLLM_BATCH_INVARIANT": value}) == {}
     assert environment_settings({}) == {}
 
 

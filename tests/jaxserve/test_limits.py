@@ -52,10 +52,13 @@ def test_a_length_beyond_the_model_is_refused() -> None:
 
 
 def test_a_cpu_compiles_few_buckets_and_all_end_with_the_limits() -> None:
-    table = choose_buckets(EngineConfig(), limits_of(), is_gpu=False)
+    table = choose_buckets(EngineConfig(), limits_of(), is_gpu=False, fuses_few_rows=False)
     assert (table.row_buckets, table.token_buckets) == ((1, 8), (8, 64, 256))
-    table = choose_buckets(EngineConfig(), limits_of(), is_gpu=True)
+    table = choose_buckets(EngineConfig(), limits_of(), is_gpu=True, fuses_few_rows=False)
     assert (table.row_buckets, table.token_buckets) == ((8,), (128, 256))
+    table = choose_buckets(EngineConfig(), limits_of(), is_gpu=True, fuses_few_rows=True)
+    assert (table.row_buckets, table.token_buckets) == ((1, 8), (128, 256))
+    assert table.mixed_row_buckets == (8,)
     config = EngineConfig(row_buckets=(4, 99), token_buckets=(32,))
-    table = choose_buckets(config, limits_of(), is_gpu=False)
+    table = choose_buckets(config, limits_of(), is_gpu=False, fuses_few_rows=False)
     assert (table.row_buckets, table.token_buckets) == ((4, 8), (32, 256))

@@ -11,10 +11,8 @@ from jaxserve.beam_search import BeamSearchSequence
 from jaxserve.errors import InvalidRequestError, RequestTooLongError
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
-from tests.goldens_loader import load_golden
-from tests.tiny_llm import SETTINGS, to_text, write_tokenizer
+from tests.tiny_llm import MODEL, SETTINGS, to_text, write_tokenizer
 
-GOLDEN = load_golden("llama_gqa")
 PROMPT = [(7 * i) % 200 + 10 for i in range(40)]
 NUM_CACHED = 32
 """Tokens of PROMPT in full pages of 16."""
@@ -25,7 +23,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     tokenizer: Path = write_tokenizer(tmp_path_factory.mktemp("words"))
-    return LLM(str(GOLDEN.folder), tokenizer=str(tokenizer), **SETTINGS)
+    return LLM(MODEL, tokenizer=str(tokenizer), **SETTINGS)
 
 
 def search(llm: LLM, prompts: Any = None, **fields: Any) -> list[list[BeamSearchSequence]]:
@@ -111,6 +109,15 @@ def test_the_prefix_cache_is_hit_by_all_steps_but_the_first(llm: LLM):
     before = llm.engine.scheduler.num_prefix_hits
     search(llm, ignore_eos=True)
     assert llm.engine.scheduler.num_prefix_hits - before >= 5 * 4 * NUM_CACHED
+
+
+@pytest.mark.parametrize("beam_width", [4, 10])
+def test_a_beam_computes_its_newest_token_alone(llm: LLM, beam_width: int):
+    llm.reset_prefix_cache()
+    before, num_copied = llm.engine.times.num_tokens, llm.engine.scheduler.num_copied_pages
+    search(llm, beam_width=beam_width, ignore_eos=True)  # 6 tokens; a page of the prompt holds 8
+    assert llm.engine.times.num_tokens - before == len(PROMPT) + 5 * beam_width
+    assert llm.engine.scheduler.num_copied_pages - num_copied == 5 * beam_width
 
 
 def test_pages_that_beams_fill_are_found_by_their_next_step(llm: LLM):

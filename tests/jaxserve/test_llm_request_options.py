@@ -14,8 +14,8 @@ from jaxserve.sampling_params import SamplingParams
 from tests.tiny_llm import MODEL, SETTINGS, write_tokenizer
 
 PROMPT = [(7 * i) % 200 + 10 for i in range(40)]
-NUM_CACHED = 32
-"""Tokens of PROMPT in full pages of 16."""
+NUM_CACHED = 39
+"""All tokens of PROMPT but the last."""
 MESSAGES = [{"role": "user", "content": " ".join(f"w{i}" for i in PROMPT)}]
 
 
@@ -53,7 +53,7 @@ def start_of(output: RequestOutput) -> float | None:
     return output.metrics.scheduled_ts
 
 
-def test_an_equal_prompt_is_found_but_for_its_last_page_and_gives_the_same_tokens(llm: LLM):
+def test_an_equal_prompt_is_found_but_for_its_last_token_and_gives_the_same_tokens(llm: LLM):
     llm.reset_prefix_cache()
     tokens, num_cached = ask(llm)
     assert num_cached == 0

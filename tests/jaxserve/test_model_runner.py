@@ -9,7 +9,7 @@ from jaxserve.engine import Engine
 from jaxserve.execution import limits
 from jaxserve.execution.buckets import BucketTable
 from jaxserve.execution.model_runner import StepHandle
-from jaxserve.execution.page_functions import PAGE_CHUNK_SIZES, PageChunk
+from jaxserve.execution.page_functions import HOST_MEMORY, PAGE_CHUNK_SIZES, PageChunk
 from jaxserve.execution.programs import CompilationCounter, ProgramTable
 from jaxserve.execution.sample_mode import SampleMode
 from tests.engine_runs import (
@@ -38,6 +38,15 @@ def cached(engine: Engine) -> np.ndarray:
     """[2, L, P, B, K, H]: all keys and values."""
     group = engine.runner._cache.groups[0]
     return np.stack([group.k_pages, group.v_pages])
+
+
+def fill_slot(engine: Engine, slot: int, value: float) -> None:
+    """Put a page of one value on the host."""
+    shape, mover = cached(engine)[:, :, 0].shape, engine.runner.page_mover
+    assert mover is not None
+    page = jax.device_put(np.full(shape, value, np.float32), device=jax.devices()[0])
+    host = page.sharding.with_memory_kind(HOST_MEMORY)
+    mover._host_pages.put(0, [slot], [jax.device_put(page, host)])
 
 
 def test_a_step_changes_only_the_slots_of_its_tokens_and_the_null_page(engine: Engine) -> None:
@@ -101,17 +110,9 @@ def test_every_buffer_that_a_step_sends_is_counted(engine: Engine) -> None:
 
 @pytest.fixture
 def wide_engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """256 rows, and the three programs that greedy requests need."""
+    """256 rows in one bucket."""
     table = BucketTable((NUM_ROWS,), (NUM_ROWS,), (NUM_ROWS,))
-    decode, mixed = table.all()
-    greedy_keys = (
-        ("forward", mixed, None),
-        ("decode", decode, SampleMode.GREEDY),
-        ("sample", NUM_ROWS, SampleMode.GREEDY),
-        ("admit", None, None),
-    )
     monkeypatch.setattr(limits, "make_bucket_table", lambda **_: table)
-    monkeypatch.setattr(ProgramTable, "keys", lambda _: greedy_keys)
     built = make_engine(
         GOLDENS_FOLDER / "llama_gqa",
         max_num_seqs=NUM_ROWS,
@@ -156,14 +157,16 @@ def tiered_engine() -> Engine:
         ("forward", mixed, None),
         ("decode", decode, SampleMode.GREEDY),
         ("sample", 1, SampleMode.GREEDY),
-        ("read_pages", chunk, None),
-        ("write_pages", chunk, None),
+        ("copy_pages", None, None),
+        ("offload", chunk, None),
+        ("fetch", chunk, None),
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(limits, "make_bucket_table", lambda **_: table)
         monkeypatch.setattr(ProgramTable, "keys", lambda _: keys)
         built = make_engine(
             GOLDENS_FOLDER / "llama_gqa",
+            compile_all=True,
             max_num_seqs=1,
             max_steps_in_flight=1,
             kv_offloading_size=NUM_SLOTS * PAGE_BYTES / 2**30,
@@ -181,7 +184,7 @@ def test_pages_that_went_to_the_host_and_came_back_give_the_same_tokens(tiered_e
     engine, case, tokens = tiered_engine, GOLDEN.alone, []
     runner, mover = engine.runner, engine.runner.page_mover
     zeros = NUM_SLOTS - 1
-    mover._host_pages.k_pages[0][zeros] = mover._host_pages.v_pages[0][zeros] = 0
+    fill_slot(engine, zeros, 0)
     add_request(engine, "r", case.prompt, greedy(40))
     num_moved, counter = 0, CompilationCounter()
     while (output := engine.scheduler.schedule()) is not None:
@@ -206,7 +209,7 @@ def test_a_step_offloads_what_its_pages_held_before_it(tiered_engine) -> None:
     engine = with_empty_cache(tiered_engine)
     runner, mover = engine.runner, engine.runner.page_mover
     assert mover is not None
-    mover._host_pages.k_pages[0][3] = 7
+    fill_slot(engine, 3, 7)
     add_request(engine, "r", GOLDEN.alone.prompt, greedy(1))
     output = engine.scheduler.schedule()
     assert output is not None
@@ -215,5 +218,6 @@ def test_a_step_offloads_what_its_pages_held_before_it(tiered_engine) -> None:
     step = msgspec.structs.replace(output, offloads=tuple(moves_of(0, [page], [3])))
     result = runner.collect(runner.dispatch(engine._builder.build(step)))
     mover.land_all()
-    assert cached(engine)[0, :, page].any() and not mover._host_pages.k_pages[0][3].any()
+    assert cached(engine)[0, :, page].any()
+    assert not np.asarray(mover._host_pages.get(0, [3])[0]).any()
     engine.scheduler.commit(output, result)

@@ -1,13 +1,14 @@
-"""PageMover: bytes, order, waiting, and the programs that it calls."""
+"""PageMover: bytes, order, failures, and the programs that it calls."""
 
-import threading
 import time
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 
-from jaxserve.execution.page_mover import MAX_PENDING_PAGES, PageSeconds
+from jaxserve.execution.page_functions import HOST_MEMORY
+from jaxserve.execution.page_mover import PageSeconds
 from jaxserve.execution.programs import CompilationCounter
 from tests.jaxserve.page_moves import ONE_GROUP, TWO_GROUPS, MoverRun, bits, moves_of
 from tests.models.on_four_devices import findings_of
@@ -23,7 +24,6 @@ def small_run() -> MoverRun:
 @pytest.fixture
 def run(small_run: MoverRun) -> Iterator[MoverRun]:
     """One group, float32; nothing is on its way before and after."""
-    small_run.mover.waited_seconds = 0.0
     yield small_run
     small_run.mover.land_all()
 
@@ -50,7 +50,7 @@ def test_an_offload_keeps_what_the_page_held_before_the_step_overwrote_it(run: M
     run.apply(moves_of(0, [5], [7]))
     run.step(11)
     run.mover.land_all()
-    np.testing.assert_array_equal(bits(run.host_pages.v_pages[0])[7], before)
+    np.testing.assert_array_equal(run.on_host(0, 7)[1], before)
     assert (bits(run.cache.groups[0].v_pages)[:, 5] != before).all()
     run.check()
 
@@ -81,21 +81,21 @@ def test_fetched_bytes_do_not_change_when_the_slot_is_filled_anew_at_once(run: M
     ("count", "sizes"),
     [
         (0, []),
-        (1, [8]),
-        (8, [8]),
-        (9, [8, 8]),
-        (32, [8] * 4),
-        (33, [64]),
-        (64, [64]),
-        (65, [64, 8]),
-        (100, [64, 64]),
-        (130, [64, 64, 8]),
+        (1, [4]),
+        (4, [4]),
+        (5, [4, 4]),
+        (16, [4] * 4),
+        (17, [32]),
+        (32, [32]),
+        (33, [32, 4]),
+        (50, [32, 32]),
+        (66, [32, 32, 4]),
     ],
 )
 def test_moves_are_cut_into_chunks_that_are_at_least_half_full_or_small(
     run: MoverRun, monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int]
 ) -> None:
-    found: dict[str, list[int]] = {"read_pages": [], "write_pages": []}
+    found: dict[str, list[int]] = {"offload": [], "fetch": []}
     for name, taken in found.items():
         program_of = getattr(run.programs, name)
 
@@ -107,69 +107,72 @@ def test_moves_are_cut_into_chunks_that_are_at_least_half_full_or_small(
     moves = moves_of(0, range(1, count + 1), range(count))
     run.apply(moves)
     run.apply((), moves)
-    assert found == {"read_pages": sizes, "write_pages": sizes}
-    run.check()
-
-
-@pytest.fixture
-def gate(run: MoverRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Pages land only once it is set."""
-    opened, write = threading.Event(), run.host_pages.write
-
-    def write_late(*arguments) -> None:
-        assert opened.wait(20)
-        write(*arguments)
-
-    monkeypatch.setattr(run.host_pages, "write", write_late)
-    yield opened
-    opened.set()
-    run.mover.land_all()
-
-
-def test_the_loop_goes_on_while_pages_are_on_their_way(run: MoverRun, monkeypatch, gate) -> None:
-    run.apply(moves_of(0, range(1, MAX_PENDING_PAGES + 1), range(MAX_PENDING_PAGES)))
-    run.step(3)
-    run.apply((), moves_of(0, [9], [NUM_SLOTS - 1]))  # a slot that nothing is on its way to
-    assert run.mover.waited_seconds == 0
-    gate.set()
-    run.check()
-    assert run.mover.waited_seconds > 0
-
-
-def test_too_many_pages_on_their_way_wait_for_the_oldest(run: MoverRun, gate) -> None:
-    run.apply(moves_of(0, range(1, MAX_PENDING_PAGES + 1), range(MAX_PENDING_PAGES)))
-    threading.Timer(0.2, gate.set).start()
-    start = time.perf_counter()
-    run.apply(moves_of(0, [200], [200]))
-    assert gate.is_set() and 0 < run.mover.waited_seconds <= time.perf_counter() - start
-    run.check()
-
-
-def test_a_fetch_waits_for_its_slot_only(run: MoverRun, gate) -> None:
-    run.apply(moves_of(0, [1], [1]))
-    run.apply((), moves_of(0, [50], [2]))
-    assert run.mover.waited_seconds == 0 and not gate.is_set()
-    threading.Timer(0.2, gate.set).start()
-    run.apply((), moves_of(0, [51], [1]))
-    assert gate.is_set() and run.mover.waited_seconds > 0
+    assert found == {"offload": sizes, "fetch": sizes}
     run.check()
 
 
 def test_a_page_that_could_not_be_kept_fails_every_later_step(monkeypatch) -> None:
     run = MoverRun(ONE_GROUP, (9,), 4)
 
-    def fail(*arguments) -> None:
+    def fail(_: jax.Array) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(run.host_pages, "write", fail)
     cache = run.mover.apply(moves_of(0, [1], [1]), (), run.cache)
-    for fetches in ((), moves_of(0, [3], [1]), ()):
-        with pytest.raises(MemoryError, match="no room"):
-            while True:
-                cache = run.mover.apply((), fetches, cache)
-    assert not cache.groups[0].k_pages.is_deleted(), "a step that fails here leaves the cache whole"
-    assert run.mover.drop_pending() and not run.mover.drop_pending()
+    (page,) = run.host_pages.get(0, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(page), "block_until_ready", fail)
+        for fetches in ((), moves_of(0, [3], [1]), ()):
+            with pytest.raises(MemoryError, match="no room"):
+                while True:
+                    cache = run.mover.apply((), fetches, cache)
+        assert not cache.groups[0].k_pages.is_deleted(), "such a step leaves the cache whole"
+        assert run.mover.drop_pending() and not run.mover.drop_pending()
     run.mover.apply((), moves_of(0, [3], [1]), cache)
+
+
+def test_an_empty_slot_cannot_be_fetched() -> None:
+    run = MoverRun(ONE_GROUP, (9,), 4)
+    run.apply(moves_of(0, [1], [1]))
+    with pytest.raises(AssertionError, match="must have been filled"):
+        run.mover.apply((), moves_of(0, [3, 4], [1, 2]), run.cache)
+    run.mover.clear()
+    with pytest.raises(AssertionError, match="must have been filled"):
+        run.mover.apply((), moves_of(0, [3], [1]), run.cache)
+
+
+def test_the_memory_of_a_page_is_free_once_its_slot_has_another_or_is_cleared() -> None:
+    run = MoverRun(ONE_GROUP, (70,), 40)
+
+    def host_bytes() -> int:
+        kind = HOST_MEMORY
+        return sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == kind)
+
+    before, size = host_bytes(), run.host_pages.bytes_per_page(0)
+    for first in (1, 11, 21):
+        run.apply(moves_of(0, range(first, first + 40), range(40)))
+        run.mover.land_all()
+        assert host_bytes() - before == 40 * size
+    run.apply((), moves_of(0, range(1, 41), range(40)))
+    run.check()
+    run.mover.clear()
+    assert host_bytes() == before
+
+
+def test_memory_is_taken_for_all_slots_and_more_and_nothing_stays(monkeypatch) -> None:
+    run, sizes = MoverRun(TWO_GROUPS, (9, 9), 70), []
+    put = run.host_pages.put
+
+    def note(group, slots, pages) -> None:
+        put(group, slots, pages)
+        sizes.append((group, len(slots)))
+
+    monkeypatch.setattr(run.host_pages, "put", note)
+    run.mover.take_memory(run.cache)
+    counts = [sum(count for of, count in sizes if of == group) for group in range(2)]
+    assert counts == [70 + 64] * 2
+    with pytest.raises(AssertionError, match="must have been filled"):
+        run.host_pages.get(0, [0])
+    run.check()
 
 
 def test_both_directions_are_timed_and_no_page_changes(caplog) -> None:
@@ -180,11 +183,8 @@ def test_both_directions_are_timed_and_no_page_changes(caplog) -> None:
     passed = time.perf_counter() - start
     seconds = run.mover.seconds_per_page
     assert isinstance(seconds, PageSeconds) and min(seconds.offload, seconds.fetch) > 0
-    assert 64 * (seconds.offload + seconds.fetch) < passed
-    assert run.mover.waited_seconds == 0
+    assert 32 * (seconds.offload + seconds.fetch) < passed
     assert run.mover.num_offloaded_bytes == run.mover.num_fetched_bytes == 0
-    for slots, pages in zip(run.slots, run.expected, strict=True):
-        slots[:, :64] = pages[:, None, :, 0]
     run.check()
     (message,) = caplog.messages
     assert message.startswith("pages of 5.0 KiB go to the host at ")

@@ -32,7 +32,7 @@ def test_a_shared_page_comes_free_with_its_last_reference():
     pool = PagePool(3, 16)
     pages = pool.allocate(1)
     assert pages is not None
-    pool.share(pages)
+    pool.take_cached(pages)
     assert pool.num_references(pages[0]) == 2
     pool.free(pages)
     assert pool.num_free == 1
@@ -47,7 +47,7 @@ def test_a_page_that_is_not_given_out_can_be_neither_freed_nor_shared(page):
     with pytest.raises(ValueError, match=f"gave out and not free; got {page}"):
         pool.free([page])
     with pytest.raises(ValueError, match=f"gave out and not free; got {page}"):
-        pool.share([page])
+        pool.take_cached([page])
 
 
 def test_pages_are_counted_for_whole_and_partial_pages():
@@ -92,7 +92,7 @@ def test_any_sequence_of_operations_ends_with_all_pages_free(operations):
             assert (pages is None) == (number > 8 - len({p for ps in held for p in ps}))
             held += [pages] if pages else []
         elif held and kind == "share":
-            pool.share(held[number % len(held)])
+            pool.take_cached(held[number % len(held)])
             held.append(held[number % len(held)])
         elif held:
             pool.free(held.pop(number % len(held)))

@@ -50,6 +50,21 @@ def test_on_this_machine_the_plan_is_what_the_start_decides() -> None:
     assert report.longest == 512
 
 
+def test_batch_invariance_is_refused_on_another_device_and_for_sizes_it_has_no_kernels_for() -> (
+    None
+):
+    rule = "^batch_invariant must run on a Hopper GPU by the mosaic kernels; got the xla backend on"
+    with pytest.raises(EngineConfigError, match=rule):
+        plan_of(device_memory=None, dtype="bfloat16", batch_invariant=True)
+    with pytest.raises(EngineConfigError, match="with batch_invariant must have a 16-bit dtype"):
+        plan_of(dtype="float32", batch_invariant=True)
+    with pytest.raises(EngineConfigError, match="with batch_invariant must have products of"):
+        plan_of(dtype="bfloat16", batch_invariant=True)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "vocab_size": 640}
+    report = plan_of(dtype="bfloat16", batch_invariant=True, hf_overrides=sizes)
+    assert report.setup.config.batch_invariant and report.plan.bill.num_tokens > 0
+
+
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulatedGPU:
     return SimulatedGPU(tmp_path, monkeypatch)

@@ -38,11 +38,12 @@ from tests.goldens_loader import GOLDENS_FOLDER
 LLAMA = GOLDENS_FOLDER / "llama_gqa"
 PROMPT = tuple((7 * i) % 200 + 10 for i in range(75))  # four pages and 11 tokens
 LONGER = (*PROMPT, 3, 4, 5)
+# Those of make_engine, so that programs compile once.
 LLM_SETTINGS: dict[str, Any] = {
     "model": str(LLAMA),
     "skip_tokenizer_init": True,
     "dtype": "float32",
-    "num_gpu_blocks_override": 64,
+    "num_gpu_blocks_override": 256,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "row_buckets": (8,),
@@ -120,6 +121,14 @@ def test_a_new_llm_takes_what_another_saved(tmp_path: Path):
     assert (output.num_cached_tokens, output.outputs[0].token_ids) == (64, expected)
     with pytest.raises(InvalidRequestError, match="prompt must be one"):
         second.save_prefix("two", [prompt, prompt], folder=tmp_path)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_batch_invariant_engine_takes_only_what_one_of_its_kind_saved(saved: Path):
+    invariant = dataclasses.replace(fresh(), batch_invariant=True)
+    assert "must have this engine's batch_invariant mode" in refusal(invariant, saved.parent)
+    save(invariant, saved.parent)
+    invariant.engine.scheduler.reset_prefix_cache()
+    assert load(invariant, saved.parent) == load(fresh(), saved.parent) > 0
 
 
 def test_the_folder_lies_beside_the_compilation_cache(tmp_path: Path):

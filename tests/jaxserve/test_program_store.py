@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.stages import Compiled
 
+from jaxserve.config import EngineConfig
 from jaxserve.execution import program_store
 from jaxserve.execution.device_setup import XLA_FOLDER
 from jaxserve.execution.model_setup import ModelSetup
@@ -76,6 +77,7 @@ def test_caches_and_the_share_of_memory_do_not_matter(monkeypatch: pytest.Monkey
     before = describe_environment(jax.devices()[:1])
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "80")
     assert describe_environment(jax.devices()[:1]) == before
     with jax.default_matmul_precision("highest"):
         pass  # a setting of a thread is no setting of the process
@@ -177,13 +179,14 @@ def cache_dir(tmp_path: Path) -> Iterator[Path]:
 class _Setup:
     """A ModelSetup as far as a store asks it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
         self.model = self.shared_model = self
         self.architecture = "LlamaForCausalLM"
         self.sharder = self.mesh = self
         self.devices = np.array(jax.devices()[:1])
         self.geometries: tuple[Any, ...] = ()
         self.dtype, self.backend, self.stack = "float32", "xla", "none"
+        self.config = EngineConfig(batch_invariant=batch_invariant)
 
     def __repr__(self) -> str:
         return "setup"
@@ -197,6 +200,13 @@ def test_programs_of_a_model_from_elsewhere_are_not_kept(
     foreign = type("Foreign", (), {"__module__": "somewhere.else"})
     monkeypatch.setattr(program_store, "model_class", lambda architecture: foreign)
     assert open_program_store(setup, cache_dir) is None
+
+
+def test_the_batch_invariant_mode_has_programs_of_its_own(cache_dir: Path):
+    setups = [_Setup(batch_invariant=is_on) for is_on in (False, True, False)]
+    for setup in setups:
+        assert open_program_store(cast(ModelSetup, setup), cache_dir) is not None
+    assert len(list((cache_dir / "programs").iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_used_leaves_the_start_without_a_store(

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.buckets import Bucket, BucketTable
 from jaxserve.execution.device_state import DeviceState
-from jaxserve.execution.page_functions import PAGE_CHUNK_SIZES, PageChunk
+from jaxserve.execution.page_functions import HOST_MEMORY, PAGE_CHUNK_SIZES, PageChunk
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.programs import (
     CompilationCounter,
@@ -43,7 +43,14 @@ NEEDED: tuple[ProgramKey, ...] = (
 class SmallTable:
     """A table for llama_gqa in float32 with so many pages, and the arrays for it."""
 
-    def __init__(self, num_pages: int, buckets: BucketTable = BUCKETS, *, num_host_pages: int = 0):
+    def __init__(
+        self,
+        num_pages: int,
+        buckets: BucketTable = BUCKETS,
+        *,
+        num_host_pages: int = 0,
+        takes_copies: bool = False,
+    ):
         self.sharder = Sharder(make_mesh())
         raw = open_source(GOLDENS_FOLDER / "llama_gqa", "auto").config_dict()
         config = ModelConfig.from_dict(raw)
@@ -64,6 +71,7 @@ class SmallTable:
             max_pages_per_seq=MAX_PAGES,
             vocab_size=config.vocab_size,
             num_host_pages=num_host_pages,
+            takes_copies=takes_copies,
         )
         self.state = DeviceState.abstract(
             self.sharder, max_num_seqs=2, max_pages=MAX_PAGES, num_groups=1
@@ -140,8 +148,10 @@ def test_the_programs_of_an_engine_are_named_before_any_is_compiled() -> None:
     assert len(keys) == len(set(keys)) and set(keys) == expected
     with_host = SmallTable(64, BucketTable((1, 2), (16, 32), (2,)), num_host_pages=3).table.keys()
     chunks = [PageChunk(0, size) for size in PAGE_CHUNK_SIZES]
-    moves = {(kind, chunk, None) for chunk in chunks for kind in ("read_pages", "write_pages")}
+    moves = {(kind, chunk, None) for chunk in chunks for kind in ("offload", "fetch")}
     assert with_host[: len(keys)] == keys and set(with_host[len(keys) :]) == moves
+    copying = SmallTable(64, BucketTable((1, 2), (16, 32), (2,)), takes_copies=True).table.keys()
+    assert copying == (*keys, ("copy_pages", None, None))
 
 
 def test_a_program_that_was_not_planned_is_an_error_and_no_compilation(
@@ -179,8 +189,8 @@ def test_a_second_start_lowers_and_compiles_nothing(
     keys: tuple[ProgramKey, ...] = (
         ("sample", 2, SampleMode.GREEDY),
         ("admit", None, None),
-        ("read_pages", chunk, None),
-        ("write_pages", chunk, None),
+        ("offload", chunk, None),
+        ("fetch", chunk, None),
     )
     store = ProgramStore(tmp_path, jax.devices()[:1])
 
@@ -201,9 +211,10 @@ def test_a_second_start_lowers_and_compiles_nothing(
     assert not state.slots.any()
     cache = allocate_cache(tables[1].geometries, tables[1].pages, tables[1].sharder).groups[0]
     ids = np.zeros(chunk.num_pages, np.int32)
-    page = tables[1].table.read_pages(chunk)(cache.k_pages, cache.v_pages, ids)
-    ones = [np.ones(array.shape, array.dtype) for array in page]
-    written = tables[1].table.write_pages(chunk)(cache.k_pages, cache.v_pages, ids, *ones)
+    pages = tables[1].table.offload(chunk)(cache.k_pages, cache.v_pages, ids)
+    assert {page.sharding.memory_kind for page in pages} == {HOST_MEMORY}
+    ones = [jax.device_put(np.ones(page.shape, page.dtype), page.sharding) for page in pages]
+    written = tables[1].table.fetch(chunk)(cache.k_pages, cache.v_pages, ids, *ones)
     assert all(np.asarray(pages[:, 0] == 1).all() and not pages[:, 1:].any() for pages in written)
     infos = [str(small.table.sample(2, SampleMode.GREEDY).args_info) for small in tables]
     assert infos[0] == infos[1]

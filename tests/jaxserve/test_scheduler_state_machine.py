@@ -32,6 +32,7 @@ num_window_pages_freed = Counter[str]()
 num_cached_tokens = Counter[str]()
 num_late = Counter[str]()
 num_moves = Counter[str]()
+num_copies = Counter[str]()
 num_faults = Counter[str]()
 """What the histories came across; a law that was never put to use proves nothing."""
 
@@ -60,7 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_size=1,
             max_size=2,
         ),
-        num_spare_tokens=st.integers(-4, 8),
+        have_one_page_size=st.sampled_from([True, True, False]),
+        num_spare_tokens=st.one_of(st.integers(-4, 8), st.integers(-4, 8), st.just(30)),
         max_num_seqs=st.integers(1, 4),
         max_steps_in_flight=st.integers(1, 3),
         max_decode_row_tokens=st.sampled_from([1, 1, 3]),
@@ -74,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(
         self,
         groups,
+        have_one_page_size,
         num_spare_tokens,
         max_num_seqs,
         max_steps_in_flight,
@@ -86,6 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy,
     ):
         self.now, self.num_host_pages = 0.0, num_host_pages
+        if have_one_page_size:
+            groups = [(groups[0][0], window) for _, window in groups]
         budget = max_num_seqs * max_decode_row_tokens + 2
         longest_row = max(threshold or budget, max_decode_row_tokens)
         longest_row += (max_steps_in_flight - 1) * (max_decode_row_tokens - 1)
@@ -168,6 +173,25 @@ class SchedulerMachine(RuleBasedStateMachine):
                 with pytest.raises(RequestTooLongError):
                     self.scheduler.add(sequence)
 
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), num_new=st.integers(1, 4), max_tokens=st.integers(1, 4))
+    def continue_one(self, data, num_new, max_tokens):
+        """The next turn of a chat, or a prompt that differs from another's end on."""
+        key = data.draw(st.sampled_from(sorted(self.sequences)))
+        beginning = tuple(self.sequences[key].token_ids)
+        beginning = beginning[: data.draw(st.integers(1, len(beginning)))]
+        salt = self.sequences[key].request.cache_salt
+        self.add(
+            len(beginning) + num_new,
+            max_tokens,
+            0,
+            True,
+            False,
+            1,
+            beginning=beginning,
+            cache_salt=salt,
+        )
+
     @rule()
     def schedule(self):
         is_full = len(self.engine.in_flight) == self.scheduler._config.max_steps_in_flight
@@ -178,6 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A step that finds no memory is taken back before it runs."""
         output = self.scheduler.schedule()
         if output is not None:
+            self.forget_moved(output)
             self.scheduler.retry_step(output)
             num_faults["retried"] += 1
             self.max_steps += 2 * MAX_MODEL_LEN
@@ -205,9 +230,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         output = self.scheduler.schedule()
         if output is not None:
+            self.forget_moved(output)
             for update in self.engine.take(self.scheduler.fail_step(output, "it raised")):
                 self.failed.add((update.request_id, update.index))
             num_faults["failed"] += 1
+
+    def forget_moved(self, output):
+        """Pages were not moved; see `StepRecovery.recover`."""
+        if output.moves_pages:
+            self.scheduler.reset_prefix_cache()
 
     @precondition(lambda self: self.engine.in_flight)
     @rule()
@@ -316,6 +347,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_cached_tokens["all"] += num_cached
         num_moves["offloads"] += self.engine.device.num_offloads
         num_moves["fetches"] += self.engine.device.num_fetches
+        num_copies["all"] += self.engine.device.num_copies
+        if len(self.engine.page_pools) > 1:
+            num_copies["two groups"] += self.engine.device.num_copies
+        if self.scheduler.num_preemptions:
+            num_copies["preempting"] += self.engine.device.num_copies
+        num_copies["counted"] += self.scheduler.num_copied_pages
         assert not self.scheduler._roster.prefixes._promised
         if self.scheduler.num_window_pages_freed:
             num_cached_tokens["windows"] += num_cached
@@ -363,6 +400,7 @@ def test_every_short_history_keeps_the_laws():
     num_cached_tokens.clear()
     num_late.clear()
     num_moves.clear()
+    num_copies.clear()
     num_faults.clear()
     run_state_machine_as_test(SchedulerMachine, settings=_QUICK)
     assert min(num_window_pages_freed["all"], num_window_pages_freed["preempting"]) > 100
@@ -370,6 +408,8 @@ def test_every_short_history_keeps_the_laws():
     # Rare ones, a lost cache among them, have tests of their own in test_scheduler_retry.py.
     assert sum(num_faults.values()) > 20
     assert min(num_moves["offloads"], num_moves["fetches"]) > 0
+    assert min(num_copies[name] for name in ("all", "two groups", "preempting")) > 100
+    assert num_copies["counted"] >= num_copies["all"]  # a step that is taken back does not run
     assert min(num_late["running"], num_late["waiting"]) > 0
 
 

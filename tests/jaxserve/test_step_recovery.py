@@ -137,7 +137,7 @@ def test_steps_shrink_after_one_without_memory_and_grow_again() -> None:
 
 
 def test_a_step_that_finds_no_memory_however_small_ends_its_requests_alone() -> None:
-    engine = new_engine()
+    engine = new_engine(max_num_seqs=4)  # the others wait
     numbers = list(range(5, 10))
     faulty = FaultyRunner.of(engine, "dispatch", numbers, raises(OUT_OF_MEMORY))
     add_cases(engine)
@@ -303,20 +303,29 @@ def test_pages_on_the_host_survive_neither_a_lost_cache_nor_a_copy_that_failed(
     faulty = FaultyRunner.of(engine, "dispatch", [30, 90], runs_out_of_memory)
     mover = faulty.runner.page_mover
     assert mover is not None
-    write, num_failed = mover._host_pages.write, 0
+    put, num_failed = mover._host_pages.put, 0
 
-    def write_with_one_fault(*arguments: Any) -> None:
+    class FailedPage:
+        """What a page is whose copy failed on the device."""
+
+        def is_ready(self) -> bool:
+            return True
+
+        def block_until_ready(self) -> None:
+            raise MemoryError
+
+    def put_with_one_fault(*arguments: Any) -> None:
         nonlocal num_failed
+        put(*arguments)
         if mover.num_offloaded_bytes and num_failed == 0:
             num_failed += 1
-            raise MemoryError
-        write(*arguments)
+            mover._pending.append(FailedPage())  # pyright: ignore[reportArgumentType]
 
     prompts = [case.prompt for case in GOLDEN.mixed]
     expected = [case.tokens[:64] for case in GOLDEN.mixed]
     assert generate(engine, prompts, greedy()) == expected
     assert faulty.num_faults == 2 and mover.num_offloaded_bytes > 0
-    monkeypatch.setattr(mover._host_pages, "write", write_with_one_fault)
+    monkeypatch.setattr(mover._host_pages, "put", put_with_one_fault)
     for index, prompt in enumerate(prompts):
         add_request(engine, str(index), prompt, greedy())
     updates = drain(engine)

@@ -42,7 +42,7 @@ def test_the_engine_drops_pages_that_are_cheaper_to_compute(mode, monkeypatch):
         GOLDENS_FOLDER / "llama_gqa",
         kv_offloading_size=1 / 64,
         preemption_mode=mode,
-        num_gpu_blocks_override=16,
+        num_gpu_blocks_override=18,  # the programs of test_prefix_snapshots.py
     ).engine
     for first in range(3, 9):  # each prompt evicts the one before
         generate(engine, [tuple(range(first, first + 100))], greedy(2))

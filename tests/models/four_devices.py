@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,6 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineConfigError
-from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.programs import ProgramKey, ProgramTable
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.sampling_params import SamplingParams
 from models.config import ModelConfig
@@ -77,23 +74,6 @@ def engine_on(num_devices: int, folder: Path = GOLDEN.folder, **settings) -> Eng
     return make_engine(folder, **(small | settings)).engine
 
 
-def greedy_engine_on(num_devices: int, folder: Path = GOLDEN.folder) -> Engine:
-    """The same with the programs of greedy requests only: it starts in less than half the time."""
-    keys_of = ProgramTable.keys
-
-    def is_used(key: ProgramKey) -> bool:
-        kind, bucket, mode = key
-        if kind == "forward":
-            return isinstance(bucket, Bucket) and not bucket.is_decode_only
-        return mode in (None, SampleMode.GREEDY)
-
-    def keys(table: ProgramTable) -> tuple[ProgramKey, ...]:
-        return tuple(key for key in keys_of(table) if is_used(key))
-
-    with mock.patch.object(ProgramTable, "keys", keys):
-        return engine_on(num_devices, folder)
-
-
 def refusal(num_devices: int, **overrides: int) -> str:
     """The sentence with which an engine is refused."""
     try:
@@ -106,7 +86,9 @@ def refusal(num_devices: int, **overrides: int) -> str:
 def largest_gathers(engine: Engine) -> dict[str, int]:
     """Elements of the largest array that devices gather, by kind of program and sample mode."""
     largest: dict[str, int] = {}
-    for (kind, _, mode), program in engine.runner._programs._programs.items():
+    table = engine.runner._programs
+    table.sample(ROWS, SampleMode.SAMPLED)  # no step has used it
+    for (kind, _, mode), program in table._programs.items():
         found = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", program.as_text() or "")
         sizes = [int(np.prod([int(size) for size in text.split(",")])) for text in found]
         name = kind if mode is None else f"{kind} {mode.name}"
@@ -116,7 +98,7 @@ def largest_gathers(engine: Engine) -> dict[str, int]:
 
 def tokens_of_shared_engines() -> dict:
     """Greedy and sampled tokens of two and four devices, beside the goldens."""
-    two, four = engine_on(2), greedy_engine_on(4)
+    two, four = engine_on(2), engine_on(4)
     return {
         "golden": [case.tokens for case in CASES],
         "two": generate(two, PROMPTS, greedy()),
@@ -152,9 +134,7 @@ def tokens_of_an_odd_model() -> dict:
     with tempfile.TemporaryDirectory() as folder:
         write_odd_model(Path(folder))
         return {
-            str(count): generate(
-                greedy_engine_on(count, Path(folder)), prompts, greedy(max_tokens=24)
-            )
+            str(count): generate(engine_on(count, Path(folder)), prompts, greedy(max_tokens=24))
             for count in (1, 4)
         }
 

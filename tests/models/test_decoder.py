@@ -1,5 +1,6 @@
 """The last layer keeps only the tokens whose hidden state is returned, and changes no result."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,8 +103,8 @@ def random_leaves(layout: WeightLayout) -> list[jax.Array]:
 
 def jitted(layout: WeightLayout) -> Callable[..., tuple[jax.Array, KVCache]]:
     """The model, with random weights."""
-    leaves = random_leaves(layout)
-    return jax.jit(lambda batch, cache: layout.merge(leaves)(batch, cache))
+    forward = jax.jit(lambda leaves, batch, cache: layout.merge(leaves)(batch, cache))
+    return functools.partial(forward, random_leaves(layout))
 
 
 DECODE_AND_CHUNKS = STEPS["decode rows before chunks"]

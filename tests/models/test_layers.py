@@ -101,15 +101,21 @@ def test_embedding_looks_tokens_up_and_clips_ids_out_of_bounds():
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gated_mlp_gates_by_silu_and_projects_down(has_bias):
+def test_gated_mlp_normalises_gates_by_silu_and_projects_down(has_bias):
+    norm = RMSNorm(6, eps=1e-6, dtype="float32", kernels=KERNELS)
+    gains = fill(norm.weight)
     mlp = GatedMLP(6, 8, dtype="float32", kernels=KERNELS, bias=has_bias)
     gate_up, down = (fill(weight_of(p)) for p in (mlp.gate_up_proj, mlp.down_proj))
     gate_bias, up_bias = (0, 0) if not has_bias else fill(mlp.gate_up_proj.bias)
     down_bias = 0 if not has_bias else fill(mlp.down_proj.bias)
-    x, exact = draw(4, 6)
+    (x, exact_x), (delta, exact_delta) = draw(4, 6), draw(4, 6)
+    residual = exact_x + exact_delta
+    exact = residual / np.sqrt((residual**2).mean(1, keepdims=True)) * gains
     gate, up = exact @ gate_up[:, 0] + gate_bias, exact @ gate_up[:, 1] + up_bias
     want = (gate / (1 + np.exp(-gate)) * up) @ down + down_bias
-    np.testing.assert_allclose(mlp(x), want, rtol=1e-4, atol=1e-4)
+    got_residual, got = mlp(x, delta, norm)
+    np.testing.assert_allclose(got_residual, residual, rtol=1e-6)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

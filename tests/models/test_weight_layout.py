@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers import compute_logits
 from models.weight_layout import Stack, WeightLayout, WeightStore, make_dummy_leaves
 from tests.models.stored_tensors import one_piece
 from tests.models.tiny_models import (
+    logits_of,
     make_layout,
     one_device,
     prompt_and_cache,
@@ -61,6 +61,7 @@ def test_each_stacking_has_the_expected_number_of_leaves(architecture, is_tied):
 def test_every_stacking_gives_the_same_logits(architecture, is_tied):
     config = tiny_config(
         architectures=[architecture],
+        num_hidden_layers=2,
         tie_word_embeddings=is_tied,
         attention_bias=not is_tied,
         mlp_bias=not is_tied,
@@ -70,8 +71,7 @@ def test_every_stacking_gives_the_same_logits(architecture, is_tied):
     for stack in STACKS:
         layout = make_layout(config, stack)
         leaves = load(layout)
-        hidden, _ = layout.merge(leaves)(batch, cache)
-        logits.append(np.asarray(compute_logits(leaves[layout.head_index], hidden)))
+        logits.append(logits_of(layout, leaves, batch, cache))
     assert logits[0].shape == (5, config.vocab_size)
     assert logits[0].std() > 0.1
     np.testing.assert_array_equal(logits[1], logits[0])

@@ -1,5 +1,6 @@
 """Tiny configs, layouts and weights for the tests of the models floor."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.kernels import model_kernels
 from models.kv_cache import KVCache, allocate_cache, cache_geometries
+from models.layers import compute_logits
 from models.registry import model_class
 from models.sharding import Sharder, make_mesh
 from models.weight_layout import Stack, WeightLayout
@@ -70,6 +72,27 @@ def prompt_and_cache(config: ModelConfig, num_tokens: int = 5) -> tuple[ForwardB
         logits_indices=tokens,
     )
     return batch, allocate_cache(geometries, (2,), one_device())
+
+
+def logits_of(
+    layout: WeightLayout, leaves: list[jax.Array], batch: ForwardBatch, cache: KVCache
+) -> np.ndarray:
+    """Float32 [R, V] of one program; op by op the same compiles for ten times as long."""
+    (logits,) = logits_of_each(layout, leaves, [batch], cache)
+    return logits
+
+
+def logits_of_each(
+    layout: WeightLayout, leaves: list[jax.Array], batches: Sequence[ForwardBatch], cache: KVCache
+) -> list[np.ndarray]:
+    """The same of several batches, each with the cache as it is; equal shapes share a program."""
+
+    @jax.jit
+    def run(leaves: list[jax.Array], batch: ForwardBatch, cache: KVCache) -> jax.Array:
+        hidden, _ = layout.merge(leaves)(batch, cache)
+        return compute_logits(leaves[layout.head_index], hidden, layout.logit_soft_cap)
+
+    return [np.asarray(run(leaves, batch, cache)) for batch in batches]
 
 
 def total_bytes(arrays: list[jax.Array]) -> int:

@@ -56,6 +56,24 @@ def test_the_output_head_has_one_plane():
     assert make_schedule(8, 4096, 128256, True, tuning).partials == 1
 
 
+@pytest.mark.parametrize(("depth", "columns", "transposed"), REAL)
+def test_what_is_kept_of_x_fits_beside_the_ring(depth, columns, transposed):
+    tuning = product_tuning(None, 8, depth, columns, transposed)
+    for kept in ("share", "all"):
+        if kept == "all" and depth > 8192:
+            continue
+        schedule = make_schedule(1, depth, columns, transposed, tuning, kept)
+        assert schedule.kept_steps >= min(schedule.share, schedule.steps)
+        assert kept == "share" or schedule.kept_steps == schedule.steps
+        ring = schedule.stages * schedule.block_n * schedule.block_k * 2
+        assert ring + schedule.kept_steps * 8 * schedule.block_k * 2 < SMEM_BYTES
+
+
+def test_more_of_x_than_fits_is_refused():
+    with pytest.raises(ValueError, match="must divide the columns and fit ring_kib"):
+        make_schedule(8, 14336, 4096, False, ProductTuningConfig(), "all")
+
+
 def test_a_step_is_halved_until_it_divides_the_depth():
     tuning = ProductTuningConfig(block_k=256)
     assert make_schedule(8, 896, 1024, False, tuning).block_k == 128

@@ -40,6 +40,11 @@ INTERPRETED = [
     (16, 320, 192, True, "bfloat16", UNEVEN, 3),  # some tiles have but two planes with sums
     (64, 384, 256, False, "bfloat16", TWO_GROUPS, 2),
     (11, 448, 256, True, "float16", SMALL_RING, 1),
+    (1, 256, 192, False, "bfloat16", UNEVEN, 2),  # few rows of x stay in shared memory
+    (3, 384, 192, True, "float16", UNEVEN, 2),
+    (5, 1024, 128, False, "bfloat16", tuned(11, block_n=64), 6),  # shares go on at the start of K
+    (7, 384, 256, False, "bfloat16", TWO_GROUPS, 2),
+    (3, 192, 128, False, "bfloat16", SMALL_RING, 2),  # K that no warpgroup shares evenly
     (16, 128, 320, False, "bfloat16", ONE_PLANE, 1),  # the last tile overlaps its neighbour
 ]
 
@@ -87,7 +92,7 @@ def lower(rows, depth, columns, transposed):
     return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize(("depth", "columns", "transposed"), REAL)
 def test_real_shapes_lower_for_cuda(depth, columns, transposed, rows):
     text = lower(rows, depth, columns, transposed)
@@ -130,7 +135,7 @@ def test_real_shapes_fit(depth, columns, transposed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, 33, 64, 128])
+@pytest.mark.parametrize("rows", [1, 5, 8, 33, 64, 128])
 @pytest.mark.parametrize(("depth", "columns", "transposed"), [*REAL[1:4], *REAL[6:8]])
 def test_kernel_on_a_gpu_is_the_product(depth, columns, transposed, rows):
     x, weights, layer = make_inputs(rows, depth, columns, transposed)

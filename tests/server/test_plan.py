@@ -63,6 +63,7 @@ def test_json_has_every_part_of_the_plan(capsys):
             "max_num_batched_tokens": int,
             "dtype": str,
             "attention_backend": type(None),
+            "batch_invariant": bool,
             "row_buckets": [int],
             "token_buckets": [int],
             "mixed_row_buckets": [int],

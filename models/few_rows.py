@@ -1,0 +1,70 @@
+"""Products of one or a few rows that begin with the norm or the gate before them, in one kernel."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from models.layer_slice import LayerSlice
+from pallas_kernels.fused.fused_inputs import Activation
+from pallas_kernels.products import gate_product, norm_product
+
+MAX_FUSED_ROWS = 1
+"""Up to so many rows, since every thread block makes the norm of each."""
+MAX_FUSED_BYTES = 256 << 20
+"""Of a weight; larger ones were not measured (docs/performance.md)."""
+
+
+def fits_norm(x: jax.Array, weight: LayerSlice) -> bool:
+    """Whether `multiply_normed` takes x [T, D] and a weight [D, *out_dims]."""
+    stack = _matrices(weight)
+    return _is_small(x.shape[0], weight) and norm_product.fits_norm_product(
+        x.shape, stack.shape, x.dtype
+    )
+
+
+def multiply_normed(
+    x: jax.Array,
+    delta: jax.Array | None,
+    gains: LayerSlice,
+    weight: LayerSlice,
+    *,
+    eps: float,
+    gain_offset: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`x + delta` for a sum delta, and a sum of [T, *out_dims]: the product of its norm."""
+    x, parts = norm_product.norm_product(
+        x,
+        delta,
+        gains.stack,
+        gains.layer,
+        _matrices(weight),
+        weight.layer,
+        eps=eps,
+        gain_offset=gain_offset,
+    )
+    return x, parts.reshape(*parts.shape[:2], *weight.shape[1:])
+
+
+def fits_gate(gate_up: jax.Array, weight: LayerSlice, dtype: jnp.dtype) -> bool:
+    """Whether `multiply_gated` takes a sum of [T, 2, F] and a weight [F, D]."""
+    rows, _, width = gate_up.shape[-3:]
+    return _is_small(rows, weight) and gate_product.fits_gate_product(
+        (rows, width), weight.stack.shape, dtype
+    )
+
+
+def multiply_gated(gate_up: jax.Array, weight: LayerSlice, *, activation: Activation) -> jax.Array:
+    """A sum of [T, 2, F] to a sum of [T, D]: the product of `activation(gate) * up`."""
+    flat = gate_up.reshape(*gate_up.shape[:-2], -1)
+    return gate_product.gate_product(flat, weight.stack, weight.layer, activation=activation)
+
+
+def _is_small(rows: int, weight: LayerSlice) -> bool:
+    num_bytes = math.prod(weight.shape) * weight.dtype.itemsize
+    return rows <= MAX_FUSED_ROWS and num_bytes <= MAX_FUSED_BYTES
+
+
+def _matrices(weight: LayerSlice) -> jax.Array:
+    """The stack [L, D, *out_dims] as [L, D, N]."""
+    return weight.stack.reshape(*weight.stack.shape[:2], -1)
