@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,21 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 import jax
 import jax.numpy as jnp
 
-from jaxserve import LLM, SamplingParams
-from jaxserve.sampling_params import RequestOutputKind
+from benchmarks.memory_bench import (
+    MAX_MODEL_LEN,
+    OUTPUT_TOKENS,
+    Bench,
+    add,
+    generate,
+    greedy,
+    timed,
+    tokens_of,
+)
+from jaxserve import LLM
 
-PAGE_SIZE, OUTPUT_TOKENS = 16, 64
-MAX_MODEL_LEN = 2048
 SPARED_BYTES = 16 << 20
 SMALL_POOL = 420  # pages: about 20 of the 48 requests of `Bench.prompts`
 
-Prompts = list[list[int]]
 Checks = dict[str, Callable[["Bench"], dict[str, Any]]]
 CHECKS: Checks = {}
 
@@ -44,115 +50,6 @@ def check(function: Callable[["Bench"], dict[str, Any]]) -> Callable[["Bench"], 
     """Register a check under its function's name."""
     CHECKS[function.__name__] = function
     return function
-
-
-class Bench:
-    """Builds engines of one model, one at a time."""
-
-    def __init__(self, model: str, flags: dict[str, Any]):
-        self.model = model
-        config = json.loads((Path(model) / "config.json").read_text())
-        self.vocab_size = config["vocab_size"]
-        num_layers = flags.pop("num_layers", None)
-        overrides = {"hf_overrides": {"num_hidden_layers": num_layers}} if num_layers else {}
-        self.settings = {
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": 64,
-            "row_buckets": [64],
-            "token_buckets": [2048],
-            "max_num_batched_tokens": 2048,
-            "num_gpu_blocks_override": 4096,
-        }
-        self.settings |= overrides | flags
-        self._expected: dict[str, list[tuple[list[int], list[float]]]] = {}
-
-    def build(self, **flags: Any) -> LLM:
-        """A new engine; who had one before has dropped it."""
-        gc.collect()
-        return LLM(self.model, **self.settings | flags)
-
-    def prompts(
-        self, seed: int, count: int = 48, shortest: int = 150, longest: int = 400
-    ) -> Prompts:
-        """Random token ids; the last one of the vocabulary is left out."""
-        draw = random.Random(seed).randrange
-        return [
-            [draw(3, self.vocab_size - 1) for _ in range(draw(shortest, longest))]
-            for _ in range(count)
-        ]
-
-    def expected(self, prompts: Prompts) -> list[tuple[list[int], list[float]]]:
-        """Tokens of an engine whose memory suffices, and by how much each was ahead, in nat."""
-        key = json.dumps(prompts)
-        if key not in self._expected:
-            llm = self.build(enable_prefix_caching=False)
-            self._expected[key] = [
-                (tokens, margins) for tokens, margins in generate(llm, prompts, logprobs=2)
-            ]
-        return self._expected[key]
-
-    def compare(self, prompts: Prompts, got: Iterable[list[int]]) -> dict[str, Any]:
-        """How many answers equal the expected ones, and the margin at each first difference."""
-        gaps = []
-        answers = list(got)
-        for (tokens, margins), answer in zip(self.expected(prompts), answers, strict=True):
-            pairs = enumerate(zip(tokens, answer, strict=True))
-            first = next((index for index, (a, b) in pairs if a != b), None)
-            if first is not None:
-                gaps.append(round(margins[first], 4))
-        return {"answers": len(answers), "equal": len(answers) - len(gaps), "gaps": gaps}
-
-
-def generate(
-    llm: LLM, prompts: Prompts, *, max_tokens: int = OUTPUT_TOKENS, logprobs: int | None = None
-) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens of each prompt, and by how much each was ahead if log-probabilities are."""
-    params = SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
-    )
-    inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    answers = []
-    for output in llm.generate(inputs, params, use_tqdm=False):
-        completion = output.outputs[0]
-        margins = []
-        for of_token in completion.logprobs or ():
-            best, second = sorted((entry.logprob for entry in of_token.values()), reverse=True)[:2]
-            margins.append(best - second)
-        answers.append((list(completion.token_ids), margins))
-    return answers
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    """So many tokens, the most likely ones."""
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-
-
-def add(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[str]:
-    """Give requests to the engine itself; their ids."""
-    inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    made = llm.request_maker.of_prompts(inputs, params, RequestOutputKind.FINAL_ONLY)
-    for request, _ in made:
-        llm.engine.add(request)
-    return [request.request_id for request, _ in made]
-
-
-def tokens_of(llm: LLM, prompts: Prompts) -> list[list[int]]:
-    """Greedy tokens alone."""
-    return [tokens for tokens, _ in generate(llm, prompts)]
-
-
-def device_bytes() -> int:
-    """What this process holds of the device's memory."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Result and seconds."""
-    start = time.perf_counter()
-    return function(), time.perf_counter() - start
 
 
 @check
@@ -190,23 +87,24 @@ def small_pool(bench: Bench) -> dict[str, Any]:
 @check
 def host_tier(bench: Bench) -> dict[str, Any]:
     """Prefixes that were evicted come back from the host's memory, byte for byte."""
-    result = {}
-    for mode, flags in {"host": {"kv_offloading_size": 4, "preemption_mode": "swap"}}.items():
-        llm = bench.build(num_gpu_blocks_override=1400, **flags)
-        first, second = bench.prompts(3, 16, 1000, 1200), bench.prompts(4, 16, 1000, 1200)
-        before, cold = timed(lambda llm=llm, first=first: tokens_of(llm, first))
-        tokens_of(llm, second)  # evicts the first ones
-        hits = llm.engine.scheduler.num_host_prefix_hits
-        after, warm = timed(lambda llm=llm, first=first: tokens_of(llm, first))
-        result[mode] = {
-            "host_hits": llm.engine.scheduler.num_host_prefix_hits - hits,
-            "answers": len(after),
-            "equal": sum(a == b for a, b in zip(before, after, strict=True)),
-            "cold_seconds": round(cold, 3),
-            "warm_seconds": round(warm, 3),
-        }
-        del llm
-    return result
+    llm = bench.build(num_gpu_blocks_override=1400, kv_offloading_size=4, preemption_mode="swap")
+    first, second = bench.prompts(3, 16, 1000, 1200), bench.prompts(4, 16, 1000, 1200)
+    before, cold = timed(lambda: tokens_of(llm, first))
+    tokens_of(llm, second)  # evicts the first ones
+    hits = llm.engine.scheduler.num_host_prefix_hits
+    after, warm = timed(lambda: tokens_of(llm, first))
+    return {
+        "host_hits": llm.engine.scheduler.num_host_prefix_hits - hits,
+        "answers": len(after),
+        "equal": sum(a == b for a, b in zip(before, after, strict=True)),
+        "cold_seconds": round(cold, 3),
+        "warm_seconds": round(warm, 3),
+    }
+
+
+def _device_bytes() -> int:
+    """What this process holds of the device's memory."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
 
 
 @check
@@ -215,9 +113,9 @@ def sleep(bench: Bench) -> dict[str, Any]:
     llm, prompts, result = bench.build(), bench.prompts(5, 8), {}
     before = tokens_of(llm, prompts)
     for level in (1, 2):
-        awake = device_bytes()
+        awake = _device_bytes()
         _, asleep_seconds = timed(lambda level=level: llm.sleep(level))
-        asleep = device_bytes()
+        asleep = _device_bytes()
         _, awake_seconds = timed(lambda: jax.block_until_ready(llm.wake_up()))
         result[f"level_{level}"] = {
             "bytes_awake": awake,
@@ -226,9 +124,9 @@ def sleep(bench: Bench) -> dict[str, Any]:
             "seconds_to_wake": round(awake_seconds, 3),
             "equal": tokens_of(llm, prompts) == before,
         }
-    awake = device_bytes()
+    awake = _device_bytes()
     llm.release_kv_cache_memory()
-    result["released_bytes"] = awake - device_bytes()
+    result["released_bytes"] = awake - _device_bytes()
     result["equal_after_release"] = tokens_of(llm, prompts) == before
     return result
 
@@ -351,7 +249,7 @@ def out_of_memory(bench: Bench) -> dict[str, Any]:
 @check
 def unseen_shapes(bench: Bench) -> dict[str, Any]:
     """F21: lengths from one token to the longest, at random: nothing compiles while serving."""
-    llm = bench.build(row_buckets=[8, 16, 32, 64], token_buckets=[128, 512, 2048])
+    llm = bench.build(token_buckets=[128, 2048])
     draw = random.Random(10).randrange
     compiled: list[str] = []
 

@@ -90,6 +90,7 @@ def make_engine(*, enable_prefix_caching: bool) -> Engine:
         num_pages=(NUM_PAGES,),
         max_pages_per_seq=MAX_MODEL_LEN // PAGE_SIZE,
         vocab_size=VOCAB_SIZE,
+        takes_copies=enable_prefix_caching,
     )
     config = SchedulerConfig(
         max_num_seqs=MAX_NUM_SEQS,

@@ -417,6 +417,10 @@ class AsyncLLMEngine:
 
     def _check_alive(self) -> None:
         self._check_not_dead()
+        if self.state is EngineState.NEW:
+            raise EngineNotReadyError(
+                "the engine must be ready; await its start() and wait_until_ready() first"
+            )
         if self.state is not EngineState.READY:
             raise EngineNotReadyError("the engine must be ready; it is still starting")
 

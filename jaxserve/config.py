@@ -221,7 +221,8 @@ class EngineConfig(LoadingConfig):
             try:
                 value = read_quantity(value)
             except ValueError as error:
-                raise field_error(self, name, str(error)) from error
+                rule = f"{error}, or auto" if takes_auto else str(error)
+                raise field_error(self, name, rule) from error
         return "auto" if takes_auto and type(value) is int and value == -1 else value
 
     def _checked_sizes(self, name: str, value: Any) -> tuple[int, ...]:
@@ -298,6 +299,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "max_lora_rank": (16,),
     "max_cpu_loras": (None,),
     "kv_cache_dtype": ("auto",),
+    "kv_offloading_backend": ("native",),
     "disable_log_stats": (True, None),
 }
 """vLLM's arguments that this release does not act on, with the values that ask nothing of it."""

@@ -35,7 +35,7 @@ _MUST_BE_EQUAL = {
     "geometry": "cache geometry",
     "num_devices": "number of devices",
     "weights": "weights",
-    "cache_salt": "cache_salt",
+    "cache_salt": "cache_salt (its digest)",
     "batch_invariant": "batch_invariant mode",
 }
 """Keys of the metadata, and what they are called; a snapshot is refused by the first that differs.
@@ -86,9 +86,9 @@ class PrefixSnapshots:
         root = root_digest(request.cache_salt)
         prefix = PrefixPages(self._engine.scheduler.page_pools, request.prompt_token_ids, root)
         if not prefix.num_tokens:
-            raise InvalidRequestError.for_field(
-                "prompt", "must fill a page of tokens", len(request.prompt_token_ids)
-            )
+            size = self._engine.scheduler.page_pools[0].page_size
+            rule = f"must fill a page of {size} tokens"
+            raise InvalidRequestError.for_field("prompt", rule, len(request.prompt_token_ids))
         tables = prefix.find()
         if tables is None:
             compute()

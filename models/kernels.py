@@ -1,24 +1,22 @@
 """ModelKernels: the operations a model is made of, chosen once, and their split over a mesh."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from models import few_rows
 from models.layer_slice import LayerSlice
+from models.products import multiply, skinny_or_multiply
 from pallas_kernels.attention import decode_attention, prefill_attention, xla_attention
 from pallas_kernels.fused import add_norm, gated_activation, kv_write, rotary_write, xla_fused
 from pallas_kernels.fused.fused_inputs import total
 from pallas_kernels.fused.xla_fused import Activation
 from pallas_kernels.platform import AttentionBackend
-from pallas_kernels.products import skinny_product
 from pallas_kernels.triton_gpu import triton_decode, triton_prefill, triton_rotary_write
 
 HEADS = PartitionSpec(None, "model", None)
@@ -34,11 +32,6 @@ WHOLE = PartitionSpec()
 
 AnyMesh = Mesh | AbstractMesh
 Kernel = Callable[..., Any]
-
-MAX_SKINNY_ROWS = 64
-MAX_SKINNY_BYTES = 32 << 20
-"""Up to so many rows and bytes of a weight, a product is the skinny kernel's, which reads its slice
-of a stack of layers in place; XLA's are faster beyond (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ def _mosaic_kernels(mesh: AnyMesh | None) -> ModelKernels:
         rotary_write=_split(write_rotated, mesh, *_ROTARY_WRITE),
         add_norm=_split(_add_norm, mesh, (WHOLE,) * 4, (WHOLE, WHOLE)),
         gated_activation=_split(_gate, mesh, (COLUMN_PAIRS,), COLUMNS),
-        product=_skinny_or_multiply if mesh is None else multiply,
+        product=skinny_or_multiply if mesh is None else multiply,
         fuses_few_rows=mesh is None,
     )
 
@@ -283,44 +276,3 @@ def _gate_by_xla(gate_up: jax.Array, *, dtype: jnp.dtype, activation: Activation
     """The same, not flattened: [T, 2 * F] could not say that F is split over a mesh."""
     gate_up = total(gate_up, 3, dtype)
     return xla_fused.ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
-
-
-def product_precision(dtype: jnp.dtype) -> lax.Precision | None:
-    """Float32 models multiply in full float32 on every device (GPUs default to TF32)."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
-def multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
-    """A product by XLA, which flattens what is fused, but after it has split it over a mesh.
-
-    Flattened here, gate and up `[D, 2, F]` would be gathered whole on every device, since a
-    matrix `[D, 2 * F]` cannot say that it is split over F alone.
-
-    Args:
-      x: [T, *in_dims].
-      weight: [*in_dims, *out_dims].
-      num_in_dims: how many axes are contracted.
-
-    Returns:
-      [T, *out_dims] in x's dtype.
-    """
-    in_size = math.prod(weight.shape[:num_in_dims])
-    return jnp.tensordot(
-        x.reshape(x.shape[0], in_size),
-        weight[...].reshape(in_size, *weight.shape[num_in_dims:]),
-        axes=1,
-        precision=product_precision(weight.dtype),
-    )
-
-
-def _skinny_or_multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
-    """Few rows by the skinny kernel, a sum of [T, *out_dims]; more by XLA."""
-    in_size = math.prod(weight.shape[:num_in_dims])
-    flat = x.reshape(x.shape[0], in_size)
-    stack = weight.stack.reshape(weight.stack.shape[0], in_size, -1)
-    fits = skinny_product.fits_skinny_product(flat.shape, stack.shape, x.dtype, transposed=False)
-    num_bytes = math.prod(weight.shape) * weight.dtype.itemsize
-    if x.shape[0] > MAX_SKINNY_ROWS or num_bytes > MAX_SKINNY_BYTES or not fits:
-        return multiply(x, weight, num_in_dims)
-    parts = skinny_product.skinny_product(flat, stack, weight.layer)
-    return parts.reshape(*parts.shape[:2], *weight.shape[num_in_dims:])

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.kernels import Activation, ModelKernels, product_precision
+from models.kernels import Activation, ModelKernels
 from models.layer_slice import LayerSlice
+from models.products import product_precision
 from pallas_kernels.fused.fused_inputs import total
 
 Axes = tuple[str | None, ...]

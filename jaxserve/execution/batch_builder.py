@@ -135,6 +135,7 @@ class BatchBuilder:
             num_rows=0,
             num_tokens=0,
             num_logprobs=(),
+            copies=(self._empty_pairs(),) if self.takes_copies else (),
         )
 
     def _pack_tokens(self, token_ids: np.ndarray, output: SchedulerOutput) -> None:
@@ -192,12 +193,14 @@ class BatchBuilder:
         """The `pairs` of `copy_pages`, as often as the fullest group needs."""
         if not self.takes_copies:
             raise ValueError(f"copies of pages have no program here; got {len(copies)}")
-        by_group: list[list[PageCopy]] = [[] for _ in self._num_pages]
-        for copy in copies:
-            by_group[copy.group].append(copy)
+        by_group = [
+            [c for c in copies if c.group == group] for group in range(len(self._num_pages))
+        ]
+        if sum(map(len, by_group)) < len(copies):
+            raise ValueError(f"groups must be in [0, {len(by_group)}); got {copies}")
         buffers = []
         for start in range(0, max(map(len, by_group)), NUM_PAGE_COPIES):
-            pairs = np.zeros((2, len(by_group), NUM_PAGE_COPIES), np.int32)
+            pairs = self._empty_pairs()
             for group, of_group in enumerate(by_group):
                 part = of_group[start : start + NUM_PAGE_COPIES]
                 pairs[0, group, : len(part)] = [copy.source for copy in part]
@@ -205,6 +208,10 @@ class BatchBuilder:
                 self._guard_copies(pairs[:, group, : len(part)], self._num_pages[group])
             buffers.append(pairs)
         return tuple(buffers)
+
+    def _empty_pairs(self) -> np.ndarray:
+        """All padding."""
+        return np.zeros((2, len(self._num_pages), NUM_PAGE_COPIES), np.int32)
 
     @staticmethod
     def _guard_copies(pairs: np.ndarray, num_pages: int) -> None:

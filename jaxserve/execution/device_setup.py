@@ -91,10 +91,10 @@ def check_pinned_memory(num_bytes: int) -> None:
       EngineConfigError: names the variable, which is read when JAX starts.
     """
     limit = int(os.environ.get(PINNED_LIMIT, DEFAULT_PINNED_GIB))
-    if num_bytes > limit * 2**30:
+    if num_bytes > (limit - 1) * 2**30:  # one is for pages on their way
         raise EngineConfigError(
-            f"kv_offloading_size must be at most the {limit} GiB that XLA pins for each GPU; got "
-            f"{num_bytes / 2**30:.2f} GiB for each; set {PINNED_LIMIT} before JAX starts"
+            f"kv_offloading_size must be at most {limit - 1} GiB for each GPU, one less than XLA "
+            f"pins; got {num_bytes / 2**30:.2f} GiB for each; set {PINNED_LIMIT} before JAX starts"
         )
 
 

@@ -226,8 +226,12 @@ def _count_pages(
         return RememberedPlan(given, 0)
     assert memory is not None
     moved_bytes, copied_bytes = _moved_bytes(setup, demands), _copied_bytes(setup, demands)
+
+    def count_temporaries(step_bytes: int) -> int:
+        return max(step_bytes, copied_bytes) + moved_bytes
+
     if cache_dir is None:
-        temporary_bytes = max(estimate_temporaries(setup, buckets), copied_bytes) + moved_bytes
+        temporary_bytes = count_temporaries(estimate_temporaries(setup, buckets))
         return fill_memory(demands, memory.free_bytes, temporary_bytes)
     key = (setup.model, limits, buckets, setup.geometries, demands, setup.stack, moved_bytes)
     device = (jax.devices()[0].device_kind, setup.sharder.mesh.size)
@@ -238,9 +242,8 @@ def _count_pages(
         kept,
         demands,
         memory.free_bytes,
-        lambda: (
-            max(make_programs(setup, limits, buckets, small)[1].measure_temporaries(), copied_bytes)
-            + moved_bytes
+        lambda: count_temporaries(
+            make_programs(setup, limits, buckets, small)[1].measure_temporaries()
         ),
     )
 

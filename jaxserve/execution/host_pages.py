@@ -63,11 +63,6 @@ class HostPages:
         """Cache groups."""
         return len(self._bytes_per_page)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slots when they are full."""
-        return self.num_slots * sum(self._bytes_per_page)
-
     def bytes_per_page(self, group: int) -> int:
         """Bytes of one slot of a group, keys and values."""
         return self._bytes_per_page[group]

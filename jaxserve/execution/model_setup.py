@@ -12,8 +12,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
 from models.config import ModelConfig
 from models.invariant_kernels import invariance_refusal, invariant_kernels
-from models.kernels import MAX_SKINNY_BYTES, ModelKernels, model_kernels
+from models.kernels import ModelKernels, model_kernels
 from models.kv_cache import CacheGeometry, abstract_cache, cache_geometries
+from models.products import MAX_SKINNY_BYTES
 from models.registry import model_class
 from models.sharding import MESH_AXES, Sharder, make_mesh, share_kv_heads
 from models.weight_layout import Stack, WeightLayout
@@ -37,6 +38,7 @@ class ModelSetup:
       layout: of the weights.
       geometries: of the cache groups.
       is_gpu: whether the devices are GPUs.
+      fuses_few_rows: whether one row has kernels of its own; see `ModelKernels`.
     """
 
     config: EngineConfig
@@ -49,6 +51,7 @@ class ModelSetup:
     layout: WeightLayout
     geometries: tuple[CacheGeometry, ...]
     is_gpu: bool
+    fuses_few_rows: bool
 
     @classmethod
     def choose(
@@ -60,7 +63,7 @@ class ModelSetup:
           config: the settings.
           model: the model's numbers.
           for_absent_gpu: gives the sizes that GPUs would get which this machine lacks. Kernels
-            change no size, so plain XLA stands for them.
+            change no size, but for a bucket of one row, so plain XLA stands for them.
 
         Raises:
           EngineConfigError: the settings do not fit the model or the devices.
@@ -78,12 +81,13 @@ class ModelSetup:
         if not for_absent_gpu:
             kind = jax.devices()[0].device_kind
             logger.info("device %s, %s, attention by %s", kind, dtype, backend)
+        kernels = _choose_kernels(config, backend, sharder, for_absent_gpu)
         layout = WeightLayout.of_model(
             model_class(model.architecture),
             shared_model,
             stack=stack,
             dtype=dtype,
-            kernels=_choose_kernels(config, backend, sharder, for_absent_gpu),
+            kernels=kernels,
         )
         geometries = cache_geometries(
             shared_model,
@@ -111,13 +115,8 @@ class ModelSetup:
             layout=layout,
             geometries=geometries,
             is_gpu=is_gpu,
+            fuses_few_rows=kernels.fuses_few_rows and dtype != "float32",
         )
-
-    @property
-    def fuses_few_rows(self) -> bool:
-        """Whether one row has kernels of its own; see `ModelKernels`."""
-        is_alone = self.config.tensor_parallel_size == 1 and not self.config.batch_invariant
-        return is_alone and self.backend == "mosaic" and self.dtype != "float32"
 
 
 def _make_mesh(num_devices: int, is_absent: bool) -> Mesh:

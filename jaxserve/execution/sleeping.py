@@ -62,7 +62,7 @@ class Sleeper:
         start = time.monotonic()
         if self._has_weights:
             if level == 1:
-                runner.drop_host_pages()
+                runner.drop_host_pages()  # first, so that the weights can have their memory
                 with _needs_memory("the weights must go to the host's memory"):
                     self._host_weights = _copy_to_host(runner.weights)
             runner.drop_weights()

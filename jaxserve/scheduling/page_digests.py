@@ -21,13 +21,15 @@ class NameMemory:
     tokens is far cheaper, and as exact. One sequence is kept for each first page.
     """
 
-    def __init__(self, capacity: int = 64):
+    def __init__(self, *, capacity: int = 64, max_pages: int = 1 << 16):
         """Remember nothing.
 
         Args:
           capacity: how many sequences are remembered, those used last.
+          max_pages: how many pages they have at most, unless the last one alone has more.
         """
-        self._capacity = capacity
+        self._capacity, self._max_pages = capacity, max_pages
+        self._num_pages = 0
         self._entries: OrderedDict[PageName, tuple[bytes, list[PageName]]] = OrderedDict()
 
     def recall(self, first: PageName, content: bytes) -> list[PageName]:
@@ -59,10 +61,14 @@ class NameMemory:
           content: the tokens of all its full pages.
           names: of these pages; the caller may extend the list later.
         """
+        _, replaced = self._entries.pop(names[0], (b"", []))
         self._entries[names[0]] = content, names[:]
-        self._entries.move_to_end(names[0])
-        if len(self._entries) > self._capacity:
-            self._entries.popitem(last=False)
+        self._num_pages += len(names) - len(replaced)
+        while len(self._entries) > 1 and (
+            len(self._entries) > self._capacity or self._num_pages > self._max_pages
+        ):
+            _, (_, dropped) = self._entries.popitem(last=False)
+            self._num_pages -= len(dropped)
 
 
 class PageDigests:
@@ -112,7 +118,7 @@ class PageDigests:
 
 
 _WORTH_REMEMBERING = 8
-"""Pages. A sequence with fewer of its own than this is not remembered."""
+"""Pages. A sequence with fewer of its own than this, besides its first, is not remembered."""
 
 
 def _extend(names: list[PageName], root: bytes, content: bytes, num_bytes: int) -> None:

@@ -16,18 +16,13 @@ from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.fused.mosaic_rows import WARP_LANES, WARPS, load, vector_length
 from pallas_kernels.products.product_schedule import ProductSchedule
+from pallas_kernels.products.wgmma_tiles import SWIZZLE_COLUMNS, TILED
 
 MAX_KEPT_ROWS = 8
 WGMMA_ROWS = 8  # the least that WGMMA multiplies; rows past S hold anything, and are not written
 THREADS = WARPS * WARP_LANES
 _REGISTERS = 16  # numbers of the output that a thread makes at a time
-_SWIZZLE_COLUMNS, _CHUNK = 64, 8  # of tiles [8, 64] of 16-bit numbers, swizzled over 128 bytes
-
-# What WGMMA reads from shared memory.
-TILED: Any = (
-    plgpu.TilingTransform((8, _SWIZZLE_COLUMNS)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
+_CHUNK = 8  # columns that the swizzle of TILED moves together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +141,7 @@ def fits_kept_rows(rows: int, depth: int) -> bool:
 def for_each_unit(plan: ProductPlan, units: int, body: Callable[[jax.Array], None]) -> None:
     """Call `body` of each number below `units`, shared out among the computing warpgroups."""
     groups, own = plan.schedule.warpgroups, lax.axis_index("wg")
-    if units % groups == 0 and units // groups == 1:
+    if units == groups:
         body(own)
         return
 
@@ -233,7 +228,7 @@ def store_row(
             is_before = arith.cmpi(arith.CmpIPredicate.slt, k, _index(0))
             k = arith.select(is_before, arith.addi(k, _index(plan.depth)), k)
             with mosaic.utils.when(arith.cmpi(arith.CmpIPredicate.slt, k, _index(plan.kept_depth))):
-                tile, column = (op(k, _index(_SWIZZLE_COLUMNS)) for op in _DIVIDE)
+                tile, column = (op(k, _index(SWIZZLE_COLUMNS)) for op in _DIVIDE)
                 chunk, rest = (op(column, _index(_CHUNK)) for op in _DIVIDE)
                 chunk = arith.muli(arith.xori(chunk, row), _index(_CHUNK))
                 vector.store(

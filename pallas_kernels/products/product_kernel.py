@@ -12,20 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.decode_inline import store_columns
 from pallas_kernels.fused.mosaic_rows import interpret_option, layer_index
-from pallas_kernels.products.kept_rows import (
-    TILED,
-    WGMMA_ROWS,
-    KeptRows,
-    ProductPlan,
-    Prologue,
-)
+from pallas_kernels.products.kept_rows import WGMMA_ROWS, KeptRows, ProductPlan, Prologue
 from pallas_kernels.products.product_schedule import TILE_COLUMNS
-
-# What WGMMA leaves in shared memory without bank conflicts.
-_STAGED: Any = (
-    plgpu.TilingTransform((8, 32)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
+from pallas_kernels.products.wgmma_tiles import TILED, TILED_FLOAT32
 
 
 class _Ring(NamedTuple):
@@ -132,7 +121,7 @@ def _shared_memory(plan: ProductPlan, prologue: Prologue | None) -> tuple[Any, .
     )
     if not is_kept:
         staged = (computing, plan.rows, TILE_COLUMNS)
-        return ring, plgpu.SMEM(staged, jnp.float32, transforms=_STAGED), None, None, None
+        return ring, plgpu.SMEM(staged, jnp.float32, transforms=TILED_FLOAT32), None, None, None
     kept_shape = (schedule.kept_steps, WGMMA_ROWS, schedule.block_k)
     kept = plgpu.SMEM(kept_shape, plan.dtype, transforms=TILED)
     ready = plgpu.Barrier(num_arrivals=computing) if computing > 1 else None

@@ -15,6 +15,7 @@ from typing import BinaryIO
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
 from jaxserve.llm import LLM
+from jaxserve.metrics.engine_metrics import model_name
 from server.cli.arguments import (
     add_config_arguments,
     add_engine_arguments,
@@ -98,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model_names(config: EngineConfig) -> tuple[str, ...]:
-    return config.served_model_name or (config.model or "SmolLM2-135M",)
+    return config.served_model_name or (model_name(config),)
 
 
 def _windows(lines: Iterator[bytes]) -> Iterator[Iterable[bytes]]:

@@ -80,7 +80,12 @@ def read_integer(text: str) -> int:
 
 def read_integer_or_auto(text: str) -> int | str:
     """An integer as `read_integer` takes it, or "auto"."""
-    return text if text == "auto" else read_integer(text)
+    if text == "auto":
+        return text
+    try:
+        return read_quantity(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto; got {describe_value(text)}") from error
 
 
 def read_sizes(text: str) -> tuple[int, ...]:

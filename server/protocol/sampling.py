@@ -181,7 +181,11 @@ def _check_beam_search(request: SamplingFields) -> None:
             rule = "must not be given with use_beam_search"
             raise InvalidRequestError.for_field(name, rule, value)
     if request.best_of is not None:
-        request.best_of = check_int("best_of", request.best_of, request.num_sequences)
+        request.best_of, n = check_int("best_of", request.best_of), request.num_sequences
+        if request.best_of < n:
+            raise InvalidRequestError.for_field(
+                "best_of", f"must be at least n = {n}", request.best_of
+            )
     if request.temperature is not None:
         check_number("temperature", request.temperature, 0, 2)
     if request.length_penalty is not None:

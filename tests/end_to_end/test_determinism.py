@@ -1,16 +1,21 @@
 """Tokens depend on the request alone: not on neighbours, chunks, cache hits or preemption."""
 
+import itertools
 import random
 from functools import cache
 
 import pytest
+from msgspec.structs import replace
 
 from jaxserve.engine import Engine
 from jaxserve.engine_builder import BuiltEngine
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.processing.output_processor import OutputProcessor
+from jaxserve.request import Request
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine_runs import (
     add_request,
     drain,
+    final_of,
     generate,
     make_engine,
     sampled,
@@ -21,6 +26,7 @@ from tests.engine_runs import (
 from tests.goldens_loader import GOLDENS_FOLDER
 
 NUM_REQUESTS, PAGE_SIZE = 24, 16
+NUM_MANY, SMALLEST_MARGIN = 500, 1e-3
 
 
 @cache
@@ -31,12 +37,21 @@ def built_with_host_memory() -> BuiltEngine:
 
 
 @cache
-def requests() -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
+def built_for_whole_prompts() -> BuiltEngine:
+    return make_engine(
+        GOLDENS_FOLDER / "llama_gqa", max_num_batched_tokens=256, token_buckets=(64, 256)
+    )
+
+
+@cache
+def requests(
+    num_requests: int = NUM_REQUESTS,
+) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
     """Prompts of 2 to 150 tokens, most of which share a beginning; greedy and seeded."""
     draw = random.Random(3)
     beginnings = [[draw.randrange(3, 120) for _ in range(100)] for _ in range(3)]
     prompts, params = [], []
-    for index in range(NUM_REQUESTS):
+    for index in range(num_requests):
         shared = draw.choice(beginnings)[: draw.choice([0, 7, 40, 64, 100])]
         rest = [draw.randrange(3, 120) for _ in range(draw.randrange(2, 50))]
         prompts.append((*shared, *rest))
@@ -69,6 +84,70 @@ def test_tokens_do_not_depend_on_chunks_and_cache_hits(is_caching, threshold):
         long_prefill_token_threshold=threshold,
     )
     assert run_together(engine) == alone()
+    assert (engine.scheduler.num_prefix_hits > 0) is is_caching
+
+
+@cache
+def many_alone() -> list[tuple[tuple[int, ...], int]]:
+    """Each of many requests by itself, whole, without a cache: its tokens, and how many are sure.
+
+    From the first token whose two largest logits are too near each other on, either may come.
+    """
+    engine, expected = with_scheduler(built_for_whole_prompts(), enable_prefix_caching=False), []
+    for prompt, params in zip(*requests(NUM_MANY), strict=True):
+        add_request(engine, "alone", prompt, replace(params, logprobs=2))
+        updates = drain(engine)["alone", 0]
+        best = [of_token.top_logprobs for update in updates for of_token in update.logprobs or ()]
+        sure = itertools.takewhile(lambda two: two[0] - two[1] >= SMALLEST_MARGIN, best)
+        expected.append((tokens_of(updates), len(list(sure))))
+        assert len(best) == len(expected[-1][0]) == params.max_tokens
+    return expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("num_pages", [14, 257])
+@pytest.mark.parametrize("is_caching", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 0])
+def test_tokens_of_many_depend_on_nothing_but_the_request(
+    chunk, is_caching, num_pages, is_streamed
+):
+    engine = with_scheduler(
+        built_for_whole_prompts(),
+        num_pages=num_pages,
+        enable_prefix_caching=is_caching,
+        long_prefill_token_threshold=chunk,
+    )
+    processor, order = OutputProcessor(None), list(range(NUM_MANY))
+    random.Random(f"{chunk} {is_caching} {num_pages} {is_streamed}").shuffle(order)
+    kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
+    prompts, params = requests(NUM_MANY)
+    for i in order:
+        wanted = replace(params[i], output_kind=kind)
+        request = Request(request_id=f"{i}", prompt_token_ids=prompts[i], sampling_params=wanted)
+        processor.add(request)
+        engine.add(request)
+    parts: list[list[list[int]]] = [[] for _ in order]
+    updates = [[] for _ in order]
+    while engine.has_unfinished:
+        news = engine.step()
+        for update in news:
+            updates[int(update.request_id)].append(update)
+        for output in processor.process(news).outputs:
+            parts[int(output.request_id)].append(output.outputs[0].token_ids)
+        engine.scheduler.check_invariants()
+
+    num_whole = num_sure = 0
+    for got, (tokens, count) in zip(parts, many_alone(), strict=True):
+        together = tuple(itertools.chain.from_iterable(got))
+        assert together[:count] == tokens[:count] and len(together) == len(tokens)
+        assert len(got) > 1 if is_streamed else len(got) == 1
+        num_whole, num_sure = num_whole + (count == len(tokens)), num_sure + count
+    num_preempted = sum(final_of(of_one).num_preemptions > 0 for of_one in updates)
+    print(f"{len(parts)} prompts, {num_whole} of them compared to their ends, {num_sure} tokens")
+    print(f"{num_preempted} of them preempted, {engine.scheduler.num_prefix_hits} tokens found")
+    assert len(parts) == NUM_MANY and num_whole >= 0.95 * NUM_MANY
+    assert num_preempted >= 5 if num_pages == 14 else num_preempted == 0
     assert (engine.scheduler.num_prefix_hits > 0) is is_caching
 
 

@@ -333,6 +333,21 @@ def test_moves_go_with_the_batch() -> None:
         make_builder(TABLE).build(output)
 
 
+def test_page_updates_name_slot_index_and_page_row_by_row() -> None:
+    rows = (
+        make_row(4, new_pages=(((0, 7), (1, 9)), ((2, 5),))),
+        make_row(1, new_pages=((), ())),
+        make_row(2, new_pages=(((3, 8),), ())),
+        make_row(0, new_pages=(((1, 6), (5, 3)), ())),
+    )
+    first, second = (BatchBuilder._page_updates(rows, group) for group in range(2))
+    assert first.dtype == second.dtype == np.int32
+    assert first.tolist() == [[4, 0, 7], [4, 1, 9], [2, 3, 8], [0, 1, 6], [0, 5, 3]]
+    assert second.tolist() == [[4, 2, 5]]
+    assert BatchBuilder._page_updates(rows[1:3], 1).shape == (0, 3)
+    assert BatchBuilder._page_updates((), 0).shape == (0, 3)
+
+
 def copies_of(*pairs: tuple[int, int]) -> tuple[PageCopy, ...]:
     return tuple(PageCopy(group=0, source=source, page=page) for source, page in pairs)
 
@@ -352,6 +367,14 @@ def test_copies_are_padded_by_the_null_page_in_buffers_of_one_size() -> None:
 def test_copies_of_pages_that_are_not_there_are_refused(pair: tuple[int, int]) -> None:
     output = msgspec.structs.replace(make_output(make_row()), copies=copies_of((1, 2), pair))
     with pytest.raises(ValueError, match=r"page ids must be in \[1, 40\)"):
+        make_builder(TABLE, takes_copies=True).build(output)
+
+
+@pytest.mark.parametrize("group", [-1, 1])
+def test_copies_in_a_group_that_is_not_there_are_refused(group: int) -> None:
+    copies = (PageCopy(group=group, source=1, page=2),)
+    output = msgspec.structs.replace(make_output(make_row()), copies=copies)
+    with pytest.raises(ValueError, match=r"groups must be in \[0, 1\)"):
         make_builder(TABLE, takes_copies=True).build(output)
 
 

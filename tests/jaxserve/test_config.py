@@ -64,7 +64,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("max_model_len", 0, "must be at least 1; got 0"),
     ("max_model_len", True, "must be an integer; got True"),
     ("max_model_len", -2, "must be at least 1; got -2"),
-    ("max_model_len", "8q", r"must be an integer, or one like 8k \(8000\), .*; got '8q'"),
+    ("max_model_len", "8q", r"must be an integer, or one like 8k \(8000\), .*, or auto; got '8q'"),
     ("max_model_len", "Auto", "must be an integer, or one like 8k"),
     ("max_model_len", "0", "must be at least 1; got 0"),
     ("max_model_len", -1.0, "must be an integer"),
@@ -75,7 +75,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("gpu_memory_utilization", True, "must be a number; got True"),
     ("kv_cache_memory_bytes", -1, "must be at least 1"),
     ("kv_cache_memory_bytes", "auto", "must be an integer, or one like 8k"),
-    ("kv_cache_memory_bytes", "20GB", "must be an integer, or one like 8k"),
+    ("kv_cache_memory_bytes", "20GB", r"must be an integer, or one like 8k .* \(8192\); got"),
     ("num_gpu_blocks_override", 0, "must be at least 1"),
     ("block_size", 17, "must be 16, 32, 64 or 128; got 17"),
     ("block_size", 256, "must be 16, 32, 64 or 128"),
@@ -169,8 +169,10 @@ def test_paths_are_taken_for_texts():
 
 def test_arguments_of_later_releases_are_taken_only_where_they_ask_nothing():
     neutral = {"quantization": None, "enable_lora": False, "cpu_offload_gb": 0.0}
+    neutral |= {"kv_offloading_backend": "native"}
     assert EngineConfig.from_keywords(seed=1, **neutral) == EngineConfig(seed=1)
-    for name, value in {"quantization": "awq", "enable_lora": True, "pooler_config": [1]}.items():
+    refused = {"quantization": "awq", "enable_lora": True, "pooler_config": [1]}
+    for name, value in (refused | {"kv_offloading_backend": "lmcache"}).items():
         with pytest.raises(EngineConfigError, match=f"^{name} is not supported in this release"):
             EngineConfig.from_keywords(**{name: value})
 

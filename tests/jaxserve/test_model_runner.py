@@ -176,7 +176,8 @@ def tiered_engine() -> Engine:
     assert mover is not None and mover.seconds_per_page is not None
     assert built.engine.scheduler._config.num_host_pages == NUM_SLOTS
     assert (built.bill.num_host_pages, built.bill.page_bytes) == (NUM_SLOTS, 257 * PAGE_BYTES)
-    assert built.bill.host_page_bytes == mover._host_pages.num_bytes == NUM_SLOTS * PAGE_BYTES
+    assert built.bill.host_page_bytes == NUM_SLOTS * PAGE_BYTES
+    assert mover._host_pages.num_slots == NUM_SLOTS
     return built.engine
 
 

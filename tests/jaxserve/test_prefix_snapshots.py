@@ -187,7 +187,7 @@ def test_a_salt_keeps_prefixes_apart(tmp_path: Path):
     path = save(built, tmp_path, salt="tenant-1")
     assert b"tenant-1" not in path.read_bytes()
     fresh()
-    assert "cache_salt" in refusal(built, tmp_path)
+    assert "this engine's cache_salt (its digest), '" in refusal(built, tmp_path)
     assert "cache_salt" in refusal(built, tmp_path, "tenant-2")
     built = fresh()
     load(built, tmp_path, "tenant-1")
@@ -305,7 +305,7 @@ def test_too_small_a_cache_is_refused_and_stays_sound(saved: Path):
 
 def test_who_cannot_save_is_told_why(tmp_path: Path):
     built = fresh()
-    with pytest.raises(InvalidRequestError, match="prompt must fill a page"):
+    with pytest.raises(InvalidRequestError, match="must fill a page of 16 tokens; got 15"):
         save(built, tmp_path, PROMPT[:15])
     request = Request(request_id="s", prompt_token_ids=PROMPT, sampling_params=greedy(1))
     snapshots = PrefixSnapshots(built, tmp_path)

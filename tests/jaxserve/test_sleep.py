@@ -483,10 +483,12 @@ def test_an_engine_process_sleeps_in_each_mode_and_refuses_meanwhile():
 
     async def main() -> None:
         engine = AsyncLLMEngine(EngineConfig(model=MODEL, skip_tokenizer_init=True, **SETTINGS))
-        with pytest.raises(EngineNotReadyError, match="still starting"):
+        with pytest.raises(EngineNotReadyError, match=r"await its start\(\)"):
             await engine.sleep()
         try:
             await engine.start()
+            with pytest.raises(EngineNotReadyError, match="still starting"):
+                await engine.sleep()
             await engine.wait_until_ready()
             tokens, _ = await collect(engine, asyncio.Event())
             for level, mode in ((1, "abort"), (2, "wait"), (1, "keep"), (2, "keep")):

@@ -19,7 +19,7 @@ def test_every_step_program_runs_and_neither_state_nor_cache_changes():
     taken = []
     with mock.patch.object(programs, "_programs", _Watched(programs._programs, taken)):
         warm_up(runner, builder, builder._buckets)
-    is_step = {"decode", "forward", "sample", "admit"}
+    is_step = {"decode", "forward", "sample", "admit", "copy_pages"}
     assert set(taken) == {key for key in programs.keys() if key[0] in is_step}
     after = jax.device_get((runner.cache, runner._state))
     for old, new in zip(*(jax.tree.leaves(tree) for tree in (arrays[1], after[1])), strict=True):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from models.kernels import COLUMN_PAIRS, HEADS, PAGES, WHOLE, model_kernels, multiply
+from models.kernels import COLUMN_PAIRS, HEADS, PAGES, WHOLE, model_kernels
 from models.layer_slice import LayerSlice
+from models.products import multiply
 from pallas_kernels.attention import decode_attention, prefill_attention, xla_attention
 from pallas_kernels.triton_gpu import triton_decode, triton_prefill
 from tests.models.tiny_models import one_device

@@ -106,7 +106,9 @@ def test_a_length_may_be_a_number_or_auto(capsys):
         assert engine_config(parse("--max-model-len", *words)).max_model_len == "auto"
     with pytest.raises(SystemExit):
         parse("--max-model-len", "most")
-    assert "argument --max-model-len: must be an integer" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "argument --max-model-len: must be an integer" in refusal
+    assert "8192), or auto; got 'most'" in refusal
 
 
 def test_sizes_have_short_forms():

@@ -141,6 +141,7 @@ async def test_what_does_not_go_together_is_refused_by_name_and_nothing_runs(par
         for ask in (served.chat, served.complete):
             message = error_of(await ask(**(BEAMS | fields)), 400, param)
             assert param in message or param == "max_tokens"
+            assert fields != {"best_of": 2} or message == "best_of must be at least n = 3; got 2"
         assert not served.process.added
 
 

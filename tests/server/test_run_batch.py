@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from server.cli import batch_lines, run_batch
@@ -117,6 +118,7 @@ def test_names_of_the_model_are_those_it_is_served_under(tmp_path):
     answers = batch(tmp_path, b"".join(lines), *words)
     assert [answer["response"]["status_code"] for answer in answers] == [200, 200, 404]
     assert answers[1]["response"]["body"]["model"] == "x"
+    assert run_batch._model_names(EngineConfig()) == ("SmolLM2-135M-Instruct",)  # as a server's
 
 
 def test_many_lines_pass_through_windows(tmp_path, monkeypatch):

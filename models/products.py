@@ -1,0 +1,56 @@
+"""Products by XLA, and those of few rows by the kernel that reads a slice of a stack in place."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.layer_slice import LayerSlice
+from pallas_kernels.products import skinny_product
+
+MAX_SKINNY_ROWS = 64
+MAX_SKINNY_BYTES = 32 << 20
+"""Up to so many rows and bytes of a weight, a product is the skinny kernel's, which reads its slice
+of a stack of layers in place; XLA's are faster beyond (docs/performance.md)."""
+
+
+def product_precision(dtype: jnp.dtype) -> lax.Precision | None:
+    """Float32 models multiply in full float32 on every device (GPUs default to TF32)."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
+    """A product by XLA, which flattens what is fused, but after it has split it over a mesh.
+
+    Flattened here, gate and up `[D, 2, F]` would be gathered whole on every device, since a
+    matrix `[D, 2 * F]` cannot say that it is split over F alone.
+
+    Args:
+      x: [T, *in_dims].
+      weight: [*in_dims, *out_dims].
+      num_in_dims: how many axes are contracted.
+
+    Returns:
+      [T, *out_dims] in x's dtype.
+    """
+    in_size = math.prod(weight.shape[:num_in_dims])
+    return jnp.tensordot(
+        x.reshape(x.shape[0], in_size),
+        weight[...].reshape(in_size, *weight.shape[num_in_dims:]),
+        axes=1,
+        precision=product_precision(weight.dtype),
+    )
+
+
+def skinny_or_multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
+    """Few rows by the skinny kernel, a sum of [T, *out_dims]; more by XLA."""
+    in_size = math.prod(weight.shape[:num_in_dims])
+    flat = x.reshape(x.shape[0], in_size)
+    stack = weight.stack.reshape(weight.stack.shape[0], in_size, -1)
+    fits = skinny_product.fits_skinny_product(flat.shape, stack.shape, x.dtype, transposed=False)
+    num_bytes = math.prod(weight.shape) * weight.dtype.itemsize
+    if x.shape[0] > MAX_SKINNY_ROWS or num_bytes > MAX_SKINNY_BYTES or not fits:
+        return multiply(x, weight, num_in_dims)
+    parts = skinny_product.skinny_product(flat, stack, weight.layer)
+    return parts.reshape(*parts.shape[:2], *weight.shape[num_in_dims:])
