@@ -1,7 +1,5 @@
 """Products of one or a few rows that begin with the norm or the gate before them, in one kernel."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -17,9 +15,8 @@ MAX_FUSED_BYTES = 256 << 20
 
 def fits_norm(x: jax.Array, weight: LayerSlice) -> bool:
     """Whether `multiply_normed` takes x [T, D] and a weight [D, *out_dims]."""
-    stack = _matrices(weight)
     return _is_small(x.shape[0], weight) and norm_product.fits_norm_product(
-        x.shape, stack.shape, x.dtype
+        x.shape, weight.matrices().shape, x.dtype
     )
 
 
@@ -38,7 +35,7 @@ def multiply_normed(
         delta,
         gains.stack,
         gains.layer,
-        _matrices(weight),
+        weight.matrices(),
         weight.layer,
         eps=eps,
         gain_offset=gain_offset,
@@ -61,10 +58,4 @@ def multiply_gated(gate_up: jax.Array, weight: LayerSlice, *, activation: Activa
 
 
 def _is_small(rows: int, weight: LayerSlice) -> bool:
-    num_bytes = math.prod(weight.shape) * weight.dtype.itemsize
-    return rows <= MAX_FUSED_ROWS and num_bytes <= MAX_FUSED_BYTES
-
-
-def _matrices(weight: LayerSlice) -> jax.Array:
-    """The stack [L, D, *out_dims] as [L, D, N]."""
-    return weight.stack.reshape(*weight.stack.shape[:2], -1)
+    return rows <= MAX_FUSED_ROWS and weight.num_bytes <= MAX_FUSED_BYTES

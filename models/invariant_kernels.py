@@ -6,7 +6,6 @@ the width. So a token has the same bits in any batch, bucket and chunk.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -126,9 +125,7 @@ def _gate(
 
 def _product(interpret: Any, x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
     """A sum of [T, *out_dims]."""
-    in_size = math.prod(weight.shape[:num_in_dims])
-    stack = weight.stack.reshape(weight.stack.shape[0], in_size, -1)
-    out = fixed_order_product(
-        x.reshape(x.shape[0], in_size), stack, weight.layer, interpret=interpret
-    )
+    stack = weight.matrices(num_in_dims)
+    flat = x.reshape(x.shape[0], stack.shape[1])
+    out = fixed_order_product(flat, stack, weight.layer, interpret=interpret)
     return out.reshape(*out.shape[:-1], *weight.shape[num_in_dims:])

@@ -1,5 +1,6 @@
 """LayerSlice: one layer's part of a stacked parameter, which kernels read in place."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,16 @@ class LayerSlice:
     def shape(self) -> tuple[int, ...]:
         """Of the parameter."""
         return self.stack.shape[1:]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the parameter."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def matrices(self, num_in_dims: int = 1) -> jax.Array:
+        """The stack of a weight [*in_dims, *out_dims] as [L, K, N]."""
+        in_size = math.prod(self.shape[:num_in_dims])
+        return self.stack.reshape(self.stack.shape[0], in_size, -1)
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -45,12 +45,10 @@ def multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
 
 def skinny_or_multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> jax.Array:
     """Few rows by the skinny kernel, a sum of [T, *out_dims]; more by XLA."""
-    in_size = math.prod(weight.shape[:num_in_dims])
-    flat = x.reshape(x.shape[0], in_size)
-    stack = weight.stack.reshape(weight.stack.shape[0], in_size, -1)
+    stack = weight.matrices(num_in_dims)
+    flat = x.reshape(x.shape[0], stack.shape[1])
     fits = skinny_product.fits_skinny_product(flat.shape, stack.shape, x.dtype, transposed=False)
-    num_bytes = math.prod(weight.shape) * weight.dtype.itemsize
-    if x.shape[0] > MAX_SKINNY_ROWS or num_bytes > MAX_SKINNY_BYTES or not fits:
+    if x.shape[0] > MAX_SKINNY_ROWS or weight.num_bytes > MAX_SKINNY_BYTES or not fits:
         return multiply(x, weight, num_in_dims)
     parts = skinny_product.skinny_product(flat, stack, weight.layer)
     return parts.reshape(*parts.shape[:2], *weight.shape[num_in_dims:])

@@ -125,7 +125,7 @@ class BatchBuilder:
             copies=self._pack_copies(output.copies) if output.copies else (),
         )
 
-    def empty(self, bucket: Bucket, mode: SampleMode) -> PackedBatch:
+    def empty(self, bucket: Bucket, mode: SampleMode | None) -> PackedBatch:
         """A step without rows, which runs the programs of a bucket and changes nothing."""
         return PackedBatch(
             bucket=bucket,

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterable
 
 import jax
 
@@ -24,9 +25,16 @@ def warm_up(runner: ModelRunner, builder: BatchBuilder, buckets: BucketTable) ->
       buckets: whose programs to run.
     """
     start = time.monotonic()
+    sampled = set[int]()  # rows of mixed buckets whose samplers ran; the cheap buckets come first
     for bucket in buckets.all():
-        for mode in SampleMode:
-            if mode.is_fused or not bucket.is_decode_only:
-                runner.dispatch(builder.empty(bucket, mode))
+        modes: Iterable[SampleMode | None] = SampleMode
+        if bucket.is_decode_only:
+            modes = (mode for mode in SampleMode if mode.is_fused)
+        elif bucket.num_rows in sampled:
+            modes = (None,)
+        else:
+            sampled.add(bucket.num_rows)
+        for mode in modes:
+            runner.dispatch(builder.empty(bucket, mode))
     jax.block_until_ready(runner.cache)
     logger.info("all programs ran once in %.2f s", time.monotonic() - start)

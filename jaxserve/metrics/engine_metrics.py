@@ -168,42 +168,12 @@ class EngineMetrics(Collector):
         make, totals = self._make, self._totals
         requests, rejected = self._requests, self._num_rejected
         num_prompt, num_cached = requests.num_prompt_tokens, requests.num_cached_tokens
-        num_queries, num_host_hits = totals["num_prefix_queries"], totals["num_host_prefix_hits"]
-        num_hits = totals["num_prefix_hits"] - num_host_hits  # on the device, as vLLM counts
         for name, text, value in (
             ("vllm:num_preemptions", "Preemptions.", totals["num_preemptions"]),
             ("vllm:prompt_tokens", "Prompt tokens processed.", num_prompt),
             ("vllm:prompt_tokens_cached", "Prompt tokens that needed no computing.", num_cached),
             ("vllm:generation_tokens", "Output tokens generated.", totals["num_generation_tokens"]),
-            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", num_queries),
-            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", num_hits),
-            ("vllm:gpu_prefix_cache_queries", "Old name of prefix_cache_queries.", num_queries),
-            ("vllm:gpu_prefix_cache_hits", "Old name of prefix_cache_hits.", num_hits),
-            (
-                "vllm:external_prefix_cache_queries",
-                "Tokens looked up in the host's memory, since the device had not computed them.",
-                num_queries - num_hits,
-            ),
-            (
-                "vllm:external_prefix_cache_hits",
-                "Tokens found in the host's memory.",
-                num_host_hits,
-            ),
-            (
-                "jaxserve:copied_pages",
-                "Pages copied for sequences that share their first tokens.",
-                totals["num_copied_pages"],
-            ),
-            (
-                "jaxserve:offloaded_bytes",
-                "Bytes of pages copied to the host's memory.",
-                totals["num_offloaded_bytes"],
-            ),
-            (
-                "jaxserve:fetched_bytes",
-                "Bytes of pages copied back from the host's memory.",
-                totals["num_fetched_bytes"],
-            ),
+            *self._prefix_counters(),
             ("vllm:corrupted_requests", "Sequences ended by NaN.", requests.num_corrupted),
             ("vllm_requests", "Requests that ended.", requests.num_requests_ended),
             ("jaxserve:step_tokens", "Tokens that steps computed.", totals["num_tokens"]),
@@ -248,6 +218,43 @@ class EngineMetrics(Collector):
             ),
         ):
             yield make.counters(name, text, label, values)
+
+    def _prefix_counters(self) -> tuple[tuple[str, str, float], ...]:
+        """Name, text and value of what the prefix cache, its copies and its host tier count."""
+        totals = self._totals
+        num_queries, num_host_hits = totals["num_prefix_queries"], totals["num_host_prefix_hits"]
+        num_hits = totals["num_prefix_hits"] - num_host_hits  # on the device, as vLLM counts
+        return (
+            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", num_queries),
+            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", num_hits),
+            ("vllm:gpu_prefix_cache_queries", "Old name of prefix_cache_queries.", num_queries),
+            ("vllm:gpu_prefix_cache_hits", "Old name of prefix_cache_hits.", num_hits),
+            (
+                "vllm:external_prefix_cache_queries",
+                "Tokens looked up in the host's memory, since the device had not computed them.",
+                num_queries - num_hits,
+            ),
+            (
+                "vllm:external_prefix_cache_hits",
+                "Tokens found in the host's memory.",
+                num_host_hits,
+            ),
+            (
+                "jaxserve:copied_pages",
+                "Pages copied for sequences that share their first tokens.",
+                totals["num_copied_pages"],
+            ),
+            (
+                "jaxserve:offloaded_bytes",
+                "Bytes of pages copied to the host's memory.",
+                totals["num_offloaded_bytes"],
+            ),
+            (
+                "jaxserve:fetched_bytes",
+                "Bytes of pages copied back from the host's memory.",
+                totals["num_fetched_bytes"],
+            ),
+        )
 
 
 def model_name(config: EngineConfig) -> str:

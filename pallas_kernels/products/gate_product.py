@@ -16,6 +16,7 @@ from pallas_kernels.products.kept_rows import (
     THREADS,
     KeptRows,
     ProductPlan,
+    Prologue,
     fill_share,
     fits_kept_rows,
 )
@@ -75,18 +76,10 @@ def fits_gate_product(
 
 
 @dataclass(frozen=True)
-class _GatedRows:
+class _GatedRows(Prologue):
     """The prologue."""
 
     activation: Activation
-
-    def outputs(self, plan: ProductPlan) -> Sequence[jax.ShapeDtypeStruct]:
-        """None."""
-        return ()
-
-    def scratch(self, plan: ProductPlan) -> Any:
-        """None."""
-        return None
 
     def fill(
         self, plan: ProductPlan, x: KeptRows, arrays: Sequence[Any], outs: Sequence[Any],

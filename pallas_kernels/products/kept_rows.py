@@ -96,12 +96,12 @@ class Prologue(Protocol):
     """Makes the rows of x in the kernel; hashable, all static."""
 
     def outputs(self, plan: ProductPlan) -> Sequence[jax.ShapeDtypeStruct]:
-        """What else it writes."""
-        ...
+        """What else it writes; nothing unless it says so."""
+        return ()
 
     def scratch(self, plan: ProductPlan) -> Any:
-        """Shared memory of its own; None = none."""
-        ...
+        """Shared memory of its own; None, which is none, unless it says so."""
+        return None
 
     def fill(
         self, plan: ProductPlan, x: KeptRows, arrays: Sequence[Any], outs: Sequence[Any],
@@ -112,16 +112,8 @@ class Prologue(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeRows:
+class WholeRows(Prologue):
     """x as it is, [S, K]."""
-
-    def outputs(self, plan: ProductPlan) -> Sequence[jax.ShapeDtypeStruct]:
-        """None."""
-        return ()
-
-    def scratch(self, plan: ProductPlan) -> Any:
-        """None."""
-        return None
 
     def fill(
         self, plan: ProductPlan, x: KeptRows, arrays: Sequence[Any], outs: Sequence[Any],

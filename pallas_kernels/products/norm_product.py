@@ -26,6 +26,7 @@ from pallas_kernels.products.kept_rows import (
     THREADS,
     KeptRows,
     ProductPlan,
+    Prologue,
     fits_kept_rows,
     for_each_unit,
     store_row,
@@ -113,7 +114,7 @@ def _fits(rows: int, width: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NormedRows:
+class _NormedRows(Prologue):
     """The prologue: arrays and outputs are cut into [..., warps, columns], a row each warpgroup."""
 
     has_delta: bool
