@@ -25,6 +25,8 @@ BACKENDS = ("mosaic", "triton", "xla")
 SCHEDULING_POLICIES = ("fcfs", "priority", "shortest-first", "slo")
 """The names in `scheduling.policies.POLICIES`, which takes numpy to load."""
 PREEMPTION_MODES = ("swap", "recompute", "auto")
+MAX_SCHEDULER_STEPS = 16
+"""A page has at least as many tokens, so a row gets at most one page in a step."""
 MAX_OFFLOADING_GIB = 1 << 20
 """More than any host has: bytes given for GiB shall not pass."""
 
@@ -74,6 +76,11 @@ class EngineConfig(LoadingConfig):
         0, "prompt tokens that one sequence gets in a step at most; 0 = no limit", "scheduler"
     )
     max_steps_in_flight: int = flag(2, "steps dispatched before the first is read", "scheduler")
+    num_scheduler_steps: int | None = flag(
+        None,
+        "decode steps that the device runs by itself while few sequences run and none waits",
+        "scheduler",
+    )
     scheduling_policy: str = flag(
         "fcfs", f"who comes first, one of {', '.join(SCHEDULING_POLICIES)}", "scheduler"
     )
@@ -144,6 +151,7 @@ class EngineConfig(LoadingConfig):
             if getattr(self, name) != "auto":
                 check_range(self, name, 1)
         check_range(self, "long_prefill_token_threshold", 0)
+        check_range(self, "num_scheduler_steps", 1, MAX_SCHEDULER_STEPS)
         check_range(self, "step_timeout", 0)
         check_choice(self, "scheduling_policy", SCHEDULING_POLICIES)
         for name in ("ttft_goal_ms", "tpot_goal_ms"):

@@ -256,7 +256,7 @@ class Engine:
         times.dispatch += time.perf_counter() - built
         times.num_steps += 1
         times.num_tokens += batch.num_tokens
-        times.num_padded_tokens += batch.bucket.num_tokens
+        times.num_padded_tokens += batch.bucket.num_tokens * batch.bucket.num_steps
 
     def _finish(self, output: SchedulerOutput, handle: StepHandle | Exception) -> None:
         """Collect and commit the oldest step, or recover from its failure."""

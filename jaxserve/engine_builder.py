@@ -86,7 +86,11 @@ class BuiltEngine:
 
 
 def build_engine(
-    config: EngineConfig, progress: Progress | None = None, *, opened: OpenedModel | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    opened: OpenedModel | None = None,
+    is_offline: bool = False,
 ) -> BuiltEngine:
     """Load, plan and compile.
 
@@ -94,16 +98,19 @@ def build_engine(
       config: the settings.
       progress: hears of each stage.
       opened: the config's model, if the caller has opened it already.
+      is_offline: no request comes while others run; a step may then take longer.
 
     Raises:
       ModelLoadError: the model's files are missing or refused; before any allocation.
       EngineConfigError: the settings do not fit the model or the device.
     """
     builder = _EngineBuilder(config, progress or (lambda stage, done, total: None))
-    return builder.build(opened or open_configured_model(config))
+    return builder.build(opened or open_configured_model(config), is_offline=is_offline)
 
 
-def set_up(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSetup, Path]:
+def set_up(
+    config: EngineConfig, opened: OpenedModel, *, is_offline: bool = False
+) -> tuple[ModelSetup, Path]:
     """Take the devices: the model's setup on them, and the folder of the caches.
 
     The devices' memory is reserved; nothing but a few bytes lies in it.
@@ -119,7 +126,7 @@ def set_up(config: EngineConfig, opened: OpenedModel) -> tuple[ModelSetup, Path]
         pinned_bytes=_count_pinned_bytes(config, opened),
         compilation_cache_dir=config.compilation_cache_dir,
     )
-    setup = ModelSetup.choose(config, model)
+    setup = ModelSetup.choose(config, model, is_offline=is_offline)
     if setup.is_gpu:
         check_pinned_memory(config.kv_offloading_bytes // config.tensor_parallel_size)
     jax.block_until_ready(setup.sharder.put(np.zeros(1, np.int32)))  # reserves the memory
@@ -147,9 +154,9 @@ class _EngineBuilder:
         self.config, self.progress = config, progress
         self.seconds: dict[str, float] = {}
 
-    def build(self, opened: OpenedModel) -> BuiltEngine:
+    def build(self, opened: OpenedModel, *, is_offline: bool) -> BuiltEngine:
         path, source = opened.path, opened.source
-        setup, cache_dir = set_up(self.config, opened)
+        setup, cache_dir = set_up(self.config, opened, is_offline=is_offline)
         leaves = self._timed("load", lambda: _load(setup, source, path, self.progress))
         memory = DeviceMemory.of_devices(setup.sharder.mesh.local_devices)
         plan = self._timed("plan", lambda: plan_engine(setup, memory, cache_dir))

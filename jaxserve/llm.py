@@ -116,7 +116,9 @@ class LLM:
         from jaxserve.engine_builder import build_engine  # imports JAX, which takes seconds
 
         with StartProgress() as progress:
-            self._built: BuiltEngine = build_engine(config, progress, opened=front_end.opened)
+            self._built: BuiltEngine = build_engine(
+                config, progress, opened=front_end.opened, is_offline=True
+            )
         self.config, self.model_config = config, self._built.model_config
         self._tokenizer, self._default_params = front_end.tokenizer, front_end.default_params
         self._maker = front_end.request_maker(self._built.limits.max_model_len)

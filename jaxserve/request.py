@@ -60,6 +60,12 @@ class Request:
     ttft_goal_seconds: float | None = None
     tpot_goal_seconds: float | None = None
 
+    @property
+    def takes_several_tokens(self) -> bool:
+        """Whether one step of the device may sample several of its tokens."""
+        params = self.sampling_params
+        return params.logprobs is None and not params.min_tokens
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:

@@ -100,13 +100,19 @@ class BatchBuilder:
         slots = [row.sequence.state_slot for row in rows]
         mode = _mode_of_rows(rows)
         is_decode_only = output.num_decode_rows == len(rows) and mode is not None and mode.is_fused
-        bucket = self._buckets.select(output.num_tokens, len(rows), is_decode_only=is_decode_only)
+        num_scheduled = [row.num_scheduled_tokens for row in rows]
+        num_steps = max(num_scheduled[: output.num_decode_rows], default=1)
+        if num_steps > 1 and not is_decode_only:
+            raise ValueError(f"a mixed step takes a token of each decode row; got {num_steps}")
+        bucket = self._buckets.select(
+            output.num_tokens, len(rows), is_decode_only=is_decode_only, num_steps=num_steps
+        )
         layout = self._layouts[bucket]
         packed = layout.empty(self._unused_slot)
         views = layout.split(packed)
         views["counts"][:] = len(rows), output.num_decode_rows
         views["slot_ids"][: len(rows)] = slots
-        views["num_scheduled"][: len(rows)] = [row.num_scheduled_tokens for row in rows]
+        views["num_scheduled"][: len(rows)] = num_scheduled
         if not is_decode_only:
             self._pack_tokens(views["token_ids"], output)
         admissions = self._pack_changes(layout, views, output)

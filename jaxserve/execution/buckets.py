@@ -12,15 +12,18 @@ class Bucket:
       num_tokens: T, padded tokens.
       num_rows: S, padded sequences.
       is_decode_only: every row has one token that was sampled on the device, and T = S.
+      num_steps: W, decode steps that one program runs; 1 unless `is_decode_only`.
     """
 
     num_tokens: int
     num_rows: int
     is_decode_only: bool
+    num_steps: int = 1
 
     def __str__(self) -> str:
         kind = "decode" if self.is_decode_only else "mixed"
-        return f"{kind}[T={self.num_tokens},S={self.num_rows}]"
+        steps = f",W={self.num_steps}" if self.num_steps > 1 else ""
+        return f"{kind}[T={self.num_tokens},S={self.num_rows}{steps}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +34,52 @@ class BucketTable:
       row_buckets: ascending S of pure decode steps; the last takes `max_num_seqs`.
       token_buckets: ascending T of steps with prompt tokens; the last takes the token budget.
       mixed_row_buckets: ascending S of those; the last takes `max_num_seqs`.
+      num_scheduler_steps: W of programs that run several decode steps; 1 = there are none.
+      multi_step_rows: the row buckets up to it have such a program, too.
     """
 
     row_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
     mixed_row_buckets: tuple[int, ...]
+    num_scheduler_steps: int = 1
+    multi_step_rows: int = 0
 
     def all(self) -> tuple[Bucket, ...]:
         """Every bucket, the cheap ones first."""
         decode = [Bucket(S, S, True) for S in self.row_buckets]
+        W = self.num_scheduler_steps
+        several = [Bucket(S, S, True, W) for S in self.row_buckets if S <= self.most_multi_rows]
         mixed = [Bucket(T, S, False) for T in self.token_buckets for S in self._rows_of(T)]
-        return tuple(decode + mixed)
+        return tuple(decode + several + mixed)
 
-    def select(self, num_tokens: int, num_rows: int, *, is_decode_only: bool) -> Bucket:
+    @property
+    def most_multi_rows(self) -> int:
+        """Rows that a program of several decode steps takes at most; 0 = there is none."""
+        if self.num_scheduler_steps == 1:
+            return 0
+        return max((S for S in self.row_buckets if S <= self.multi_step_rows), default=0)
+
+    def select(
+        self, num_tokens: int, num_rows: int, *, is_decode_only: bool, num_steps: int = 1
+    ) -> Bucket:
         """The smallest bucket that holds a step.
+
+        Args:
+          num_tokens: of all rows.
+          num_rows: of the step.
+          is_decode_only: whether every row decodes.
+          num_steps: tokens of the row that has most; more than 1 only if `is_decode_only`.
 
         Raises:
           ValueError: none does; the scheduler keeps within the last buckets, so this is a bug.
         """
         if is_decode_only:
             S = _smallest(self.row_buckets, num_rows)
-            return Bucket(S, S, True)
+            if num_steps == 1:
+                return Bucket(S, S, True)
+            if num_steps > self.num_scheduler_steps or S > self.most_multi_rows:
+                raise ValueError(f"no bucket holds {num_steps} steps of {num_rows}; have {self}")
+            return Bucket(S, S, True, self.num_scheduler_steps)
         for T in self.token_buckets:
             fitting = [S for S in self._rows_of(T) if S >= num_rows]
             if num_tokens <= T and fitting:
@@ -79,6 +107,8 @@ def make_bucket_table(
     mixed_row_bucket: int,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
+    num_scheduler_steps: int = 1,
+    multi_step_rows: int = 0,
 ) -> BucketTable:
     """The default table, or one from given sizes, capped at the limits and closed by them.
 
@@ -87,20 +117,24 @@ def make_bucket_table(
       max_num_batched_tokens: largest T, unless the largest S is larger.
       small_row_buckets: S below 32 of pure decode steps; `limits.py` says which.
       mixed_row_bucket: S of steps with prompt tokens and few rows.
-      row_buckets: S of pure decode steps. When not given the small ones, powers of two from 32 (up
-        to there a step takes as long as reading the weights does), and two sizes between the
-        large ones, where padding costs most.
+      row_buckets: S of pure decode steps. When not given the small ones, 32 and 64 (up to there a
+        step takes as long as reading the weights does), then multiples of 64 up to 512, and of 128
+        beyond, since there each padded row costs its products.
       token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
+      num_scheduler_steps: see `BucketTable`.
+      multi_step_rows: likewise.
     """
     largest_rows = max(max_num_seqs, small_row_buckets[0])
     if row_buckets is None:
-        row_buckets = [*small_row_buckets, *_powers_of_two(32, largest_rows), 384, 768]
+        row_buckets = [*small_row_buckets, 32, *range(64, 513, 64), *range(640, largest_rows, 128)]
     if token_buckets is None:
         token_buckets = _powers_of_two(128, max_num_batched_tokens)
     return BucketTable(
         row_buckets=_closed(row_buckets, largest_rows),
         token_buckets=_closed(token_buckets, max(max_num_batched_tokens, largest_rows)),
         mixed_row_buckets=_closed((mixed_row_bucket,), largest_rows),
+        num_scheduler_steps=num_scheduler_steps,
+        multi_step_rows=multi_step_rows,
     )
 
 

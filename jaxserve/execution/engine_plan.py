@@ -91,7 +91,11 @@ def plan_engine(
         device_bytes=memory.limit_bytes if memory else None,
     )
     buckets = choose_buckets(
-        setup.config, limits, is_gpu=setup.is_gpu, fuses_few_rows=setup.fuses_few_rows
+        setup.config,
+        limits,
+        is_gpu=setup.is_gpu,
+        fuses_few_rows=setup.fuses_few_rows,
+        num_scheduler_steps=setup.num_scheduler_steps,
     )
     max_row_tokens = scheduler_config(setup, limits, buckets).max_row_tokens
     demands = make_demands(setup.geometries, setup.sharder, limits, max_row_tokens)
@@ -139,6 +143,8 @@ def scheduler_config(setup: ModelSetup, limits: Limits, buckets: BucketTable) ->
         token_buckets=buckets.token_buckets,
         row_buckets=buckets.row_buckets,
         max_steps_in_flight=setup.config.max_steps_in_flight,
+        max_decode_row_tokens=buckets.num_scheduler_steps,
+        max_multi_token_rows=buckets.most_multi_rows,
         long_prefill_token_threshold=setup.config.long_prefill_token_threshold,
         max_queue_seconds=setup.config.max_queue_time,
         enable_prefix_caching=setup.config.enable_prefix_caching,

@@ -11,6 +11,8 @@ SMALL_GPU_ROW_BUCKETS = (8,)
 """XLA's products of fewer rows are slower than those of eight (measured on an H200)."""
 SMALL_FUSED_ROW_BUCKETS = (1, 8)
 """Where one row has kernels of its own, which are faster (models/few_rows.py)."""
+MAX_MULTI_STEP_ROWS = 8
+"""Rows up to which a GPU may wait for the host, so that several steps are started at once."""
 MIXED_GPU_ROWS, MIXED_CPU_ROWS = 128, 16
 LARGE_GPU_BYTES = 60 * 2**30
 """From this memory on a GPU gets vLLM's limits for large GPUs."""
@@ -60,7 +62,12 @@ def choose_limits(
 
 
 def choose_buckets(
-    config: EngineConfig, limits: Limits, *, is_gpu: bool, fuses_few_rows: bool
+    config: EngineConfig,
+    limits: Limits,
+    *,
+    is_gpu: bool,
+    fuses_few_rows: bool,
+    num_scheduler_steps: int = 1,
 ) -> BucketTable:
     """The padded shapes; a CPU gets few, since it computes each padded row.
 
@@ -69,6 +76,7 @@ def choose_buckets(
       limits: the sizes.
       is_gpu: whether the device is one.
       fuses_few_rows: see `ModelKernels`.
+      num_scheduler_steps: decode steps that one program of few rows runs.
     """
     row_buckets, token_buckets = config.row_buckets, config.token_buckets
     if not is_gpu:
@@ -81,6 +89,8 @@ def choose_buckets(
         mixed_row_bucket=MIXED_GPU_ROWS if is_gpu else MIXED_CPU_ROWS,
         row_buckets=row_buckets,
         token_buckets=token_buckets,
+        num_scheduler_steps=num_scheduler_steps,
+        multi_step_rows=MAX_MULTI_STEP_ROWS,
     )
 
 

@@ -102,10 +102,15 @@ class ModelRunner:
                 tokens=nothing[:, None], num_new=nothing, is_finite=np.ones(batch.num_rows, bool)
             )
         result = np.asarray(handle.result)[: batch.num_rows]
+        width = batch.bucket.num_steps
+        columns = result[:, : width * RESULT_COLUMNS].reshape(-1, width, RESULT_COLUMNS)
+        tokens, num_new, is_finite = columns[..., 0], columns[..., 1], columns[..., 2]
         return StepResult(
-            tokens=result[:, 0:1],
-            num_new=result[:, 1],
-            is_finite=result[:, 2].astype(bool),
+            tokens=tokens,
+            num_new=num_new.sum(axis=1),
+            is_finite=((is_finite != 0) | (num_new == 0)).all(axis=1)
+            if width > 1
+            else is_finite[:, 0] != 0,
             logprobs=_read_logprobs(result, batch.num_logprobs),
         )
 

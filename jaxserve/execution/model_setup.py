@@ -1,6 +1,7 @@
 """ModelSetup: how a model lies on its devices; chosen before anything is loaded."""
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -22,6 +23,12 @@ from pallas_kernels.platform import AttentionBackend, choose_attention_backend
 
 logger = logging.getLogger(__name__)
 
+MAX_CHOSEN_STEPS = 8
+MAX_DISPATCH_SECONDS = 4e-3
+"""What a new request may wait for a step that has just begun, on a server."""
+GPU_BYTES_PER_SECOND, GPU_STEP_SECONDS = 4.3e12, 5e-4
+"""An H200's memory, and what a step of one row takes beside reading the weights (2026-11-30)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
@@ -39,6 +46,7 @@ class ModelSetup:
       geometries: of the cache groups.
       is_gpu: whether the devices are GPUs.
       fuses_few_rows: whether one row has kernels of its own; see `ModelKernels`.
+      num_scheduler_steps: decode steps that one program of few rows runs.
     """
 
     config: EngineConfig
@@ -52,16 +60,23 @@ class ModelSetup:
     geometries: tuple[CacheGeometry, ...]
     is_gpu: bool
     fuses_few_rows: bool
+    num_scheduler_steps: int
 
     @classmethod
     def choose(
-        cls, config: EngineConfig, model: ModelConfig, *, for_absent_gpu: bool = False
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        *,
+        is_offline: bool = False,
+        for_absent_gpu: bool = False,
     ) -> Self:
         """Choose devices, types and layouts; allocates nothing.
 
         Args:
           config: the settings.
           model: the model's numbers.
+          is_offline: no request comes while others run, so none waits for a step to end.
           for_absent_gpu: gives the sizes that GPUs would get which this machine lacks. Kernels
             change no size, but for a bucket of one row, so plain XLA stands for them.
 
@@ -116,7 +131,27 @@ class ModelSetup:
             geometries=geometries,
             is_gpu=is_gpu,
             fuses_few_rows=kernels.fuses_few_rows and dtype != "float32",
+            num_scheduler_steps=config.num_scheduler_steps
+            or _choose_scheduler_steps(layout, sharder, is_gpu=is_gpu, is_offline=is_offline),
         )
+
+
+def _choose_scheduler_steps(
+    layout: WeightLayout, sharder: Sharder, *, is_gpu: bool, is_offline: bool
+) -> int:
+    """Decode steps in one dispatch: many where no request comes meanwhile, else for a short time.
+
+    They save the host's time, which a GPU would otherwise wait for. A CPU waits for nobody.
+    """
+    if not is_gpu:
+        return 1
+    if is_offline:
+        return MAX_CHOSEN_STEPS
+    num_bytes = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in layout.abstract(sharder)
+    )
+    step_seconds = num_bytes / sharder.mesh.size / GPU_BYTES_PER_SECOND + GPU_STEP_SECONDS
+    return max(1, min(MAX_CHOSEN_STEPS, int(MAX_DISPATCH_SECONDS / step_seconds)))
 
 
 def _make_mesh(num_devices: int, is_absent: bool) -> Mesh:

@@ -25,6 +25,7 @@ class PackedLayout:
       num_groups: cache groups.
       num_page_updates: for each group, entries (state slot, index in page table, page).
       num_admissions: entries (state slot, record of the slot).
+      num_steps: W, decode steps that the program runs.
     """
 
     num_rows: int
@@ -32,6 +33,7 @@ class PackedLayout:
     num_groups: int
     num_page_updates: int
     num_admissions: int
+    num_steps: int = 1
 
     @property
     def sections(self) -> dict[str, tuple[int, ...]]:
@@ -90,11 +92,12 @@ def step_layout(bucket: Bucket, *, num_groups: int, page_size: int) -> PackedLay
     """The layout of a bucket: every page that a step can need fits.
 
     A row of n tokens receives at most ceil(n / page_size) pages, so all rows together at most
-    T / page_size + S. What comes with an admission from elsewhere goes by `admission_layout`.
+    T / page_size + S. A decode row gets one, since W is at most the page size. What comes with an
+    admission from elsewhere goes by `admission_layout`.
     """
-    T, S = bucket.num_tokens, bucket.num_rows
+    T, S, W = bucket.num_tokens, bucket.num_rows, bucket.num_steps
     if bucket.is_decode_only:
-        return PackedLayout(S, 0, num_groups, S, 0)
+        return PackedLayout(S, 0, num_groups, S, 0, W)
     return PackedLayout(S, T, num_groups, S + T // page_size, min(S, MAX_IN_STEP_ADMISSIONS))
 
 

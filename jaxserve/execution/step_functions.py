@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxserve.execution.device_state import (
     DeviceState,
@@ -75,9 +76,11 @@ class StepFunctions:
         Returns:
           hidden [S, D] of each row's last token, slot_ids int32[S], cache, state.
         """
-        hidden, slot_ids, records, cache, state = self._compute(
-            layout, leaves, cache, state, packed
-        )
+        inputs = layout.split(packed)
+        state = apply_changes(state, inputs)
+        slot_ids = inputs["slot_ids"]
+        records = read_records(state, slot_ids)
+        hidden, records, cache = self._advance(layout, leaves, inputs, cache, state, records)
         return hidden, slot_ids, cache, write_records(state, slot_ids, records)
 
     def sample(
@@ -114,36 +117,55 @@ class StepFunctions:
         state: DeviceState,
         packed: jax.Array,
     ) -> tuple[jax.Array, KVCache, DeviceState]:
-        """Forward and sample in one program, for pure decode steps."""
-        hidden, slot_ids, records, cache, state = self._compute(
-            layout, leaves, cache, state, packed
-        )
-        head = leaves[self.weights.head_index]
-        result, records = self._draw_tokens(mode, head, hidden, records)
-        return result, cache, write_records(state, slot_ids, records)
+        """Forward and sample in one program, `layout.num_steps` times; for pure decode steps.
+
+        Returns:
+          result int32[S, W * RESULT_COLUMNS], cache, state.
+        """
+        inputs = layout.split(packed)
+        state = apply_changes(state, inputs)
+        records = read_records(state, inputs["slot_ids"])
+        head, S, W = leaves[self.weights.head_index], layout.num_rows, layout.num_steps
+
+        def step(inputs, cache, records):
+            hidden, records, cache = self._advance(layout, leaves, inputs, cache, state, records)
+            result, records = self._draw_tokens(mode, head, hidden, records)
+            return result, cache, records
+
+        def body(index, carried):
+            results, cache, records = carried
+            has_token = index < inputs["num_scheduled"]
+            now = inputs | {"num_scheduled": has_token.astype(jnp.int32)}
+            result, cache, records = step(now, cache, records)
+            return lax.dynamic_update_index_in_dim(results, result, index, 0), cache, records
+
+        if W == 1:
+            results, cache, records = step(inputs, cache, records)
+        else:
+            results = jnp.zeros((W, S, RESULT_COLUMNS), jnp.int32)
+            results, cache, records = lax.fori_loop(0, W, body, (results, cache, records))
+            results = results.swapaxes(0, 1).reshape(S, W * RESULT_COLUMNS)
+        return results, cache, write_records(state, inputs["slot_ids"], records)
 
     @staticmethod
     def admit(layout: PackedLayout, state: DeviceState, packed: jax.Array) -> DeviceState:
         """Only change the state: for admissions that bring more than a step's buffer holds."""
         return apply_changes(state, layout.split(packed))
 
-    def _compute(
+    def _advance(
         self,
         layout: PackedLayout,
         leaves: list[jax.Array],
+        inputs: dict[str, jax.Array],
         cache: KVCache,
         state: DeviceState,
-        packed: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, KVCache, DeviceState]:
-        """Hidden states, slots, new records that are yet to be written, cache and state."""
-        inputs = layout.split(packed)
-        state = apply_changes(state, inputs)
-        slot_ids = inputs["slot_ids"]
-        records = read_records(state, slot_ids)
+        records: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        """Hidden states of the tokens of `inputs`, new records to be written, cache."""
         page_size = cache.groups[0].geometry.page_size
         batch = make_forward_batch(state, records, inputs, layout, page_size=page_size)
         hidden, cache = self.weights.merge(leaves)(batch, cache)
-        return hidden, slot_ids, advance_computed(records, batch.seq_lens), cache, state
+        return hidden, advance_computed(records, batch.seq_lens), cache
 
     def _draw_tokens(
         self, mode: SampleMode, head: jax.Array, hidden: jax.Array, records: jax.Array

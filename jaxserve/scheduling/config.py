@@ -20,7 +20,8 @@ class SchedulerConfig:
       long_prefill_token_threshold: prompt tokens that one sequence gets in a step at most; 0 sets
         no limit.
       max_decode_row_tokens: tokens that a decode row computes and samples in one step at most; the
-        W of the step's results.
+        W of the step's results. More than 1 only in steps that `StepBuilder` says.
+      max_multi_token_rows: rows of a step whose rows take several tokens.
       watermark: share of the pages, in [0, 1), that an admission leaves free while other
         sequences run.
       max_queue_seconds: a sequence that has not been scheduled so long after its arrival ends; None
@@ -40,6 +41,7 @@ class SchedulerConfig:
     max_steps_in_flight: int = 2
     long_prefill_token_threshold: int = 0
     max_decode_row_tokens: int = 1
+    max_multi_token_rows: int = 8
     watermark: float = 0.0
     max_queue_seconds: float | None = None
     enable_prefix_caching: bool = False
@@ -69,9 +71,8 @@ class SchedulerConfig:
         self._check_at_least("long_prefill_token_threshold", 0)
         self._check_at_least("max_decode_row_tokens", 1)
         self._check_at_least("num_host_pages", 0)
-        self._check_at_least(
-            "max_num_batched_tokens", self.max_num_seqs * self.max_decode_row_tokens
-        )
+        self._check_at_least("max_multi_token_rows", 0)
+        self._check_at_least("max_num_batched_tokens", self.max_num_seqs)
         self._check_buckets("token_buckets", self.max_num_batched_tokens)
         self._check_buckets("row_buckets", self.max_num_seqs)
         if self.max_queue_seconds is not None and not self.max_queue_seconds > 0:

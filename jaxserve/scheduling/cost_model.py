@@ -26,9 +26,9 @@ class CostModel:
         self._decode_seconds = self._decode_rows = 0.0
         self._output_tokens = self._outputs = 0.0
 
-    def observe_step(self, shape: StepShape, seconds: float) -> None:
-        """Learn from a step that ran."""
-        self.step_times.observe(shape, seconds)
+    def observe_step(self, shape: StepShape, seconds: float, num_steps: int = 1) -> None:
+        """Learn from a step that ran, or from so many decode steps of one shape that were one."""
+        self.step_times.observe(shape, seconds / num_steps)
         self._step_seconds = FORGETTING * self._step_seconds + seconds
         self._steps = FORGETTING * self._steps + 1
         if shape.decode_rows:

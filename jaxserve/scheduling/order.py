@@ -105,7 +105,9 @@ class SequenceOrder:
             shape, start_seconds = self._started.pop(output)
             start_seconds = max(start_seconds, self._last_end)
             self._last_end = self._clock()
-            self.costs.observe_step(shape, self._last_end - start_seconds)
+            decode_only = output.num_decode_rows == len(output.rows)
+            num_steps = max(r.num_scheduled_tokens for r in output.rows) if decode_only else 1
+            self.costs.observe_step(shape, self._last_end - start_seconds, num_steps)
 
     def drop_step(self, output: SchedulerOutput) -> None:
         """Forget a step that failed."""

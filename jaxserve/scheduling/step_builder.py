@@ -57,6 +57,11 @@ class StepBuilder:
     **Prefixes.** The first that waits is not admitted while a running sequence is about to compute
     a page that both need. That one runs, so by the above it computes the page, or leaves. A page
     that would have to be copied is done without where there is no room for it beside its copy.
+
+    **Several tokens a row.** Where every sequence that runs decodes, they are few, and nobody
+    waits, a step may take up to `max_decode_row_tokens` of each: the device goes through as many
+    decode steps by itself, and the host has to start only one. Sequences that ask for
+    log-probabilities or `min_tokens` take one token a step, and all others with them.
     """
 
     def __init__(self, config: SchedulerConfig, roster: Roster, max_num_tokens: int):
@@ -101,7 +106,7 @@ class StepBuilder:
         """
         roster, rows, prompts = self._roster, self._decode_rows, self._prompts
         no_pages, page_step = roster.no_pages, roster.page_step
-        width = self._config.max_decode_row_tokens
+        width = self._decode_width()
         num_tokens = 0
         for index, sequence in enumerate(roster.running):  # what is preempted leaves it at its end
             start = sequence.num_computed_tokens
@@ -137,6 +142,24 @@ class StepBuilder:
                 )
             )
         self._num_tokens = self._num_decode_tokens = num_tokens
+
+    def _decode_width(self) -> int:
+        """Tokens that each decode row takes at most; more than 1 if half of them are wanted."""
+        width, running = self._config.max_decode_row_tokens, self._roster.running
+        if (
+            width == 1
+            or self._roster.waiting
+            or len(running) > self._config.max_multi_token_rows
+            or len(running) * width > self._max_num_tokens
+        ):
+            return 1
+        num_left = 0
+        for sequence in running:
+            start = sequence.num_computed_tokens
+            if start < sequence.num_prefill_tokens or not sequence.request.takes_several_tokens:
+                return 1
+            num_left = max(num_left, sequence.max_num_tokens - start - 1)
+        return width if 2 * num_left > width else 1
 
     def _limit_prompts(self) -> None:
         """Let the policy keep the step short for those that decode."""

@@ -95,6 +95,8 @@ VARIANTS = {
     "a larger stored head dim": ("qwen3_sharded", {"stored_head_dim": 128}),
     "one step in flight": ("llama_linear_rope", {"max_steps_in_flight": 1}),
     "three steps in flight": ("llama_gqa", {"max_steps_in_flight": 3}),
+    "four decode steps in one": ("llama_gqa", {"num_scheduler_steps": 4}),
+    "eight decode steps in one with windows": ("gemma2", {"num_scheduler_steps": 8}),
     "stacked weights": ("qwen3_tied", {"stacked_weights": "all"}),
     "stacked vectors": ("llama_mha_head_dim_80", {"stacked_weights": "vectors"}),
     "chunks of one token with windows": ("gemma2", {"long_prefill_token_threshold": 1}),

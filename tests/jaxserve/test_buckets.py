@@ -75,10 +75,11 @@ def test_the_default_table_is_short_where_weights_bound_a_step_and_dense_above()
         small_row_buckets=(1, 8),
         mixed_row_bucket=128,
     )
-    assert table.row_buckets == (1, 8, 32, 64, 128, 256, 384, 512, 768, 1024)
+    by_64, by_128 = (64, 128, 192, 256, 320, 384, 448, 512), (640, 768, 896, 1024)
+    assert table.row_buckets == (1, 8, 32, *by_64, *by_128)
     assert table.token_buckets == (128, 256, 512, 1024, 2048, 4096, 8192)
     assert table.mixed_row_buckets == (128, 1024)
-    assert len(table.all()) == 23
+    assert len(table.all()) == 28
 
 
 def test_a_step_that_no_bucket_holds_is_an_error_with_its_sizes() -> None:

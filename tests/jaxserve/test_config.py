@@ -89,6 +89,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("max_num_batched_tokens", "-1", "must be at least 1; got -1"),
     ("long_prefill_token_threshold", -1, "must be at least 0"),
     ("max_steps_in_flight", 0, "must be at least 1"),
+    ("num_scheduler_steps", 0, "must be at least 1"),
+    ("num_scheduler_steps", 17, "must be at most 16"),
     ("preemption_mode", "never", "must be one of swap, recompute, auto; got 'never'"),
     ("scheduling_policy", "lifo", "must be one of fcfs, priority, shortest-first, slo; got 'lifo'"),
     ("scheduling_policy", None, "must be text"),

@@ -87,12 +87,14 @@ def test_a_victim_gets_no_row_in_the_step_that_preempts_it():
 
 
 def test_no_one_is_admitted_into_pages_that_a_running_row_waits_for():
-    engine = SimulatedEngine(make_scheduler(13, 1, max_decode_row_tokens=3))
-    engine.add(make_sequence("a", 4, 8, seed=1), make_sequence("b", 4, 8, seed=2))
+    engine = SimulatedEngine(make_scheduler(10, 1, long_prefill_token_threshold=2))
+    engine.add(make_sequence("a", 2, 7, seed=1), make_sequence("b", 6, 3, seed=2))
     engine.dispatch()
+    engine.dispatch()
+    engine.collect()
     engine.add(make_sequence("tiny", 1, 1, seed=3))
     output = engine.dispatch()
-    assert output is not None and sizes(output) == {"a": 3}
+    assert output is not None and sizes(output) == {"a": 1}
     assert engine.scheduler.num_waiting == 1 and engine.page_pools[0].num_free == 1
 
 

@@ -14,7 +14,7 @@ from tests.jaxserve.scheduler_builders import make_scheduler
         ({"max_steps_in_flight": 0}, "max_steps_in_flight must be at least 1; got 0"),
         ({"max_decode_row_tokens": 0}, "max_decode_row_tokens must be at least 1; got 0"),
         ({"max_num_batched_tokens": 3}, "max_num_batched_tokens must be at least 4; got 3"),
-        ({"max_decode_row_tokens": 17}, "max_num_batched_tokens must be at least 68; got 64"),
+        ({"max_multi_token_rows": -1}, "max_multi_token_rows must be at least 0; got -1"),
         ({"token_buckets": (8, 4, 64)}, "token_buckets must be ascending"),
         ({"token_buckets": ()}, "token_buckets must be ascending and positive"),
         ({"token_buckets": (8, 32)}, "token_buckets must end with at least 64"),
