@@ -82,6 +82,7 @@ def build(model: str, rows: list[int], flags: dict[str, Any]) -> LLM:
         "token_buckets": [8192],
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,  # the prompts are run several times
+        "num_scheduler_steps": 1,  # so that a step is one step
         "compilation_cache_dir": tempfile.mkdtemp(),  # kept programs know nothing of fused_rows
     }
     if num_layers is not None:

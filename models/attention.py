@@ -1,14 +1,17 @@
 """Attention over a cache group: projections, rotary embedding, the write, and the right kernel."""
 
+import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models import few_rows
 from models.batch import ForwardBatch
 from models.config import ModelConfig
-from models.kernels import ModelKernels
+from models.kernels import Kernel, ModelKernels
 from models.kv_cache import CacheGroup, KVCache
 from models.layer_slice import LayerSlice
 from models.layers import DenseFormat, Linear, RMSNorm
@@ -82,15 +85,40 @@ class Attention(nnx.Module):
         Returns:
           A sum of [R, D], and the cache with the keys and values of all T tokens.
         """
-        q, group = self._write(qkv, cache.groups[self.cache_group], layer, batch, angles)
-        out = self._attend(q, group, layer, batch)
+        group = cache.groups[self.cache_group]
+        write = self.kernels.rotary_write
+        is_attended = self._fits_few_rows(qkv, group, batch, 2 * angles[0].shape[-1])
+        if is_attended:
+            row_arrays = (batch.page_tables[self.cache_group], batch.seq_lens)
+            run = few_rows.attention(*row_arrays, **self._options(group))
+            write = functools.partial(write, run=run)
+        out, group = self._write(write, qkv, group, layer, batch, angles)
+        if not is_attended:
+            out = self._attend(out, group, layer, batch)
         if rows is not None:
             out = out[rows]
         out = out[..., : self.head_dim].reshape(out.shape[0], *self.heads, self.head_dim)
         return self.o_proj(out), cache.with_group(self.cache_group, group)
 
+    def _fits_few_rows(
+        self, qkv: jax.Array, group: CacheGroup, batch: ForwardBatch, rotary_dim: int
+    ) -> bool:
+        """Whether one kernel writes and attends: every row is a token, and they are few."""
+        return (
+            batch.is_decode_only
+            and self.kernels.fuses_few_rows
+            and few_rows.fits_attention(qkv, group.k_pages, rotary_dim)
+        )
+
+    def _options(self, group: CacheGroup) -> dict[str, Any]:
+        """Which keys a query sees, and how its logits are made."""
+        return dict(
+            scale=self.scale, sliding_window=group.geometry.sliding_window, soft_cap=self.soft_cap
+        )
+
     def _write(
         self,
+        write: Kernel,
         qkv: jax.Array,
         group: CacheGroup,
         layer: jax.Array,
@@ -99,7 +127,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, CacheGroup]:
         """A sum of [T, K, G + 2, H] to queries [T, N, stored_head_dim], and the cache with k, v."""
         norm, bias = self.q_norm, self.qkv_proj.bias
-        q, k_pages, v_pages = self.kernels.rotary_write(
+        q, k_pages, v_pages = write(
             qkv,
             group.k_pages,
             group.v_pages,
@@ -119,9 +147,7 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """[T, N, stored_head_dim], the same: decode rows by one kernel, chunks by the other."""
         pages = (group.k_pages, group.v_pages, layer, batch.page_tables[self.cache_group])
-        options = dict(
-            scale=self.scale, sliding_window=group.geometry.sliding_window, soft_cap=self.soft_cap
-        )
+        options = self._options(group)
         num_rows = batch.seq_lens.shape[0]
         if batch.is_decode_only:
             return self.kernels.decode(q, *pages, batch.seq_lens, **options)

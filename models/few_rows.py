@@ -1,9 +1,17 @@
-"""Products of one or a few rows that begin with the norm or the gate before them, in one kernel."""
+"""What one or a few rows do in one kernel.
+
+Products with the norm or the gate before them; attention with the rotary embedding and the write.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from models.layer_slice import LayerSlice
+from pallas_kernels.attention import one_row_attention
 from pallas_kernels.fused.fused_inputs import Activation
 from pallas_kernels.products import gate_product, norm_product
 
@@ -55,6 +63,28 @@ def multiply_gated(gate_up: jax.Array, weight: LayerSlice, *, activation: Activa
     """A sum of [T, 2, F] to a sum of [T, D]: the product of `activation(gate) * up`."""
     flat = gate_up.reshape(*gate_up.shape[:-2], -1)
     return gate_product.gate_product(flat, weight.stack, weight.layer, activation=activation)
+
+
+def fits_attention(qkv: jax.Array, k_pages: jax.Array, rotary_dim: int) -> bool:
+    """Whether `attention` takes a sum of [T, K, G + 2, H], one token a row, and these pages."""
+    rows, _, heads, head_dim = qkv.shape[-4:]
+    page_size, _, stored = k_pages.shape[2:]
+    return rows <= MAX_FUSED_ROWS and one_row_attention.fits_rotary_decode(
+        heads - 2, head_dim, rotary_dim, stored, page_size, k_pages.dtype
+    )
+
+
+def attention(page_table: jax.Array, seq_lens: jax.Array, **options: Any) -> Callable[..., Any]:
+    """A kernel in the place of `rotary_write` whose queries are attended already.
+
+    Args:
+      page_table: int32[S, max_pages].
+      seq_lens: int32[S].
+      options: `scale`, `sliding_window` and `soft_cap` of the decode kernel.
+    """
+    return functools.partial(
+        one_row_attention.rotary_decode, page_table=page_table, seq_lens=seq_lens, **options
+    )
 
 
 def _is_small(rows: int, weight: LayerSlice) -> bool:

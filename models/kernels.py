@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from models import few_rows
 from models.layer_slice import LayerSlice
-from models.products import multiply, skinny_or_multiply
+from models.products import fits_gated_up, multiply, multiply_and_gate, skinny_or_multiply
 from pallas_kernels.attention import decode_attention, prefill_attention, xla_attention
 from pallas_kernels.fused import add_norm, gated_activation, kv_write, rotary_write, xla_fused
 from pallas_kernels.fused.fused_inputs import total
@@ -47,8 +47,11 @@ class ModelKernels:
       add_norm: adds a sum to the residual, and normalises.
       gated_activation: a sum of [T, 2, F] to [T, F].
       product: `(x, weight, num_in_dims)` to a sum.
-      fuses_few_rows: products of few rows begin with the norm or the gate before them. Only where
-        `product` may give a row other bits than it has among many rows.
+      fuses_few_rows: products of few rows begin with the norm or the gate before them, and their
+        attention with `rotary_write`. Only where `product` may give a row other bits than it has
+        among many rows.
+      gated_up: `(x, weight, activation=)` to [T, F] in x's dtype: the gated activation of the
+        product of x [T, D] and a weight [D, 2, F]; None = no kernel does both.
     """
 
     decode: Kernel
@@ -58,6 +61,7 @@ class ModelKernels:
     gated_activation: Kernel
     product: Kernel
     fuses_few_rows: bool = False
+    gated_up: Kernel | None = None
 
     def norm_product(
         self,
@@ -85,6 +89,10 @@ class ModelKernels:
             return few_rows.multiply_gated(gate_up, weight, activation=activation)
         gated = self.gated_activation(gate_up, dtype=dtype, activation=activation)
         return self.product(gated, weight, 1)
+
+    def fits_gated_up(self, x: jax.Array, weight: LayerSlice) -> bool:
+        """Whether there is a `gated_up` that takes, and should, x [T, D] and a weight [D, 2, F]."""
+        return self.gated_up is not None and fits_gated_up(x, weight)
 
 
 def model_kernels(
@@ -133,7 +141,8 @@ def _triton_kernels(mesh: AnyMesh | None) -> ModelKernels:
 def _mosaic_kernels(mesh: AnyMesh | None) -> ModelKernels:
     """The kernels for Hopper.
 
-    Products are XLA's where devices share the weights: it adds up what each of them has.
+    Products are XLA's where devices share the weights: it adds up what each of them has, and splits
+    gate and up.
     """
     return ModelKernels(
         decode=_split(decode_attention.decode_attention, mesh, *_DECODE),
@@ -143,6 +152,7 @@ def _mosaic_kernels(mesh: AnyMesh | None) -> ModelKernels:
         gated_activation=_split(_gate, mesh, (COLUMN_PAIRS,), COLUMNS),
         product=skinny_or_multiply if mesh is None else multiply,
         fuses_few_rows=mesh is None,
+        gated_up=multiply_and_gate if mesh is None else None,
     )
 
 

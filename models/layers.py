@@ -49,6 +49,14 @@ class WeightFormat(Protocol):
         """The product of the gated activation of a sum of [T, 2, F], in the model's dtype."""
         ...
 
+    def fits_gated_up(self, x: jax.Array, parameters: dict) -> bool:
+        """Whether `gated_up` takes a norm of x [T, D], and should."""
+        ...
+
+    def gated_up(self, x: jax.Array, activation: Activation, parameters: dict) -> jax.Array:
+        """The gated activation of the product of x [T, D] with gate and up: [T, F]."""
+        ...
+
 
 @dataclass(frozen=True)
 class DenseFormat:
@@ -97,6 +105,16 @@ class DenseFormat:
         weight = LayerSlice.of(parameters["weight"].get_value())
         return self.kernels.gate_product(gate_up, weight, dtype=dtype, activation=activation)
 
+    def fits_gated_up(self, x: jax.Array, parameters: dict) -> bool:
+        """As in WeightFormat."""
+        return self.kernels.fits_gated_up(x, LayerSlice.of(parameters["weight"].get_value()))
+
+    def gated_up(self, x: jax.Array, activation: Activation, parameters: dict) -> jax.Array:
+        """As in WeightFormat."""
+        assert self.kernels.gated_up is not None, "fits_gated_up says no"
+        weight = LayerSlice.of(parameters["weight"].get_value())
+        return self.kernels.gated_up(x, weight, activation=activation)
+
 
 class Linear(nnx.Module):
     """`[T, *in_dims] -> [T, *out_dims]`, with weights in the given format."""
@@ -142,6 +160,14 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """The product of the gated activation of a sum of [T, 2, F]; a sum of [T, *out_dims]."""
         return self.weight_format.gate_product(gate_up, activation, dtype, self._parameters())
+
+    def fits_gated_up(self, x: jax.Array) -> bool:
+        """Whether `gated_up` takes a norm of x [T, D], and should."""
+        return self.bias is None and self.weight_format.fits_gated_up(x, self._parameters())
+
+    def gated_up(self, x: jax.Array, activation: Activation) -> jax.Array:
+        """The gated activation of the product of x [T, D] with gate and up: [T, F]."""
+        return self.weight_format.gated_up(x, activation, self._parameters())
 
     def add_bias(self, product: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """A sum of [T, *out_dims] with the bias, if there is one; else as it is."""
@@ -273,6 +299,9 @@ class GatedMLP(nnx.Module):
         Returns:
           The residual of `norm.add`, and a sum of [T, D] that is still to be added to it.
         """
+        if self.gate_up_proj.fits_gated_up(x):
+            x, normed = norm.add(x, delta, delta_norm)
+            return x, self.down_proj(self.gate_up_proj.gated_up(normed, self.activation))
         x, gate_up = self.gate_up_proj.multiply_normed(x, delta, norm, delta_norm)
         gate_up = self.gate_up_proj.add_bias(gate_up, x.dtype)
         down = self.down_proj.multiply_gated(gate_up, self.activation, x.dtype)

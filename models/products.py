@@ -1,4 +1,4 @@
-"""Products by XLA, and those of few rows by the kernel that reads a slice of a stack in place."""
+"""Products by XLA, and by the kernels that read a slice of a stack in place."""
 
 import math
 
@@ -7,12 +7,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from models.layer_slice import LayerSlice
-from pallas_kernels.products import skinny_product
+from pallas_kernels.fused.fused_inputs import Activation
+from pallas_kernels.products import gated_product, skinny_product
 
 MAX_SKINNY_ROWS = 64
 MAX_SKINNY_BYTES = 32 << 20
 """Up to so many rows and bytes of a weight, a product is the skinny kernel's, which reads its slice
 of a stack of layers in place; XLA's are faster beyond (docs/performance.md)."""
+MIN_ROWS_OF_LARGE, MAX_LARGE_SKINNY_BYTES = 32, 128 << 20
+"""Of so many rows, XLA splits K of larger weights, too, and sums up in a kernel of its own; the
+skinny kernel leaves that to the next one."""
+MIN_GATED_ROWS = 8
+MIN_GATED_ROWS_OF_SMALL = 2048
+"""From so many rows on, gate and up are multiplied and gated in one kernel; where they are not
+larger than MAX_SKINNY_BYTES, it has enough tiles for all multiprocessors from the second on."""
 
 
 def product_precision(dtype: jnp.dtype) -> lax.Precision | None:
@@ -48,7 +56,23 @@ def skinny_or_multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> ja
     stack = weight.matrices(num_in_dims)
     flat = x.reshape(x.shape[0], stack.shape[1])
     fits = skinny_product.fits_skinny_product(flat.shape, stack.shape, x.dtype, transposed=False)
-    if x.shape[0] > MAX_SKINNY_ROWS or weight.num_bytes > MAX_SKINNY_BYTES or not fits:
+    is_large = x.shape[0] >= MIN_ROWS_OF_LARGE
+    max_bytes = MAX_LARGE_SKINNY_BYTES if is_large else MAX_SKINNY_BYTES
+    if x.shape[0] > MAX_SKINNY_ROWS or weight.num_bytes > max_bytes or not fits:
         return multiply(x, weight, num_in_dims)
     parts = skinny_product.skinny_product(flat, stack, weight.layer)
     return parts.reshape(*parts.shape[:2], *weight.shape[num_in_dims:])
+
+
+def fits_gated_up(x: jax.Array, weight: LayerSlice) -> bool:
+    """Whether `multiply_and_gate` takes x [T, D] and gate and up [D, 2, F], and should."""
+    is_large = weight.num_bytes > MAX_SKINNY_BYTES
+    if x.shape[0] < (MIN_GATED_ROWS if is_large else MIN_GATED_ROWS_OF_SMALL):
+        return False
+    stack = (weight.stack.shape[0], weight.shape[0], math.prod(weight.shape[1:]))
+    return gated_product.fits_gated_product(x.shape, stack, weight.dtype)
+
+
+def multiply_and_gate(x: jax.Array, weight: LayerSlice, *, activation: Activation) -> jax.Array:
+    """`activation(x @ gate) * (x @ up)`, [T, F] in x's dtype, of x [T, D] and weights [D, 2, F]."""
+    return gated_product.gated_product(x, weight.matrices(), weight.layer, activation=activation)

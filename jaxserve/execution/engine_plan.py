@@ -239,7 +239,8 @@ def _count_pages(
     if cache_dir is None:
         temporary_bytes = count_temporaries(estimate_temporaries(setup, buckets))
         return fill_memory(demands, memory.free_bytes, temporary_bytes)
-    key = (setup.model, limits, buckets, setup.geometries, demands, setup.stack, moved_bytes)
+    largest = buckets.all()[-1]  # whose step is measured
+    key = (setup.model, limits, largest, setup.geometries, demands, setup.stack, moved_bytes)
     device = (jax.devices()[0].device_kind, setup.sharder.mesh.size)
     kernels = (setup.backend, setup.config.batch_invariant)
     kept = PlanMemory(cache_dir, *key, copied_bytes, setup.dtype, *kernels, device, jax.__version__)

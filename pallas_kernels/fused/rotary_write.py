@@ -18,18 +18,21 @@ from pallas_kernels.fused.mosaic_rows import (
     check_model_dtype,
     interpret_option,
     layer_index,
-    load,
-    load_sum,
-    over_columns,
-    over_rows,
     power_of_two_below,
-    round_to,
-    rows_layout,
 )
-
-LANES = (16, 8)  # threads that may share a head; the first that fits is taken
-# The pieces of a head of each row, float32[rows, size of the piece].
-Head = list[jax.Array]
+from pallas_kernels.fused.rotary_heads import (
+    LANES,
+    HeadSizes,
+    add_bias,
+    head_lanes,
+    load_angles,
+    load_bias,
+    load_gains,
+    load_heads,
+    normalise,
+    rotate,
+    store_head,
+)
 
 MANY_TOKENS = 1024  # from here on, bandwidth counts and no longer a token's latency
 
@@ -120,17 +123,19 @@ def rotary_write(
     if group % tuning.query_heads:
         raise ValueError(f"query_heads must divide {group}; got {tuning.query_heads}")
     plan = _Plan(
+        heads=HeadSizes(
+            head_dim=head_dim,
+            half=cos.shape[1],
+            stored=stored,
+            eps=eps,
+            gain_offset=gain_offset,
+            dtype=k_pages.dtype,
+        ),
         tokens=T,
         kv_heads=num_kv_heads,
         group=group,
-        head_dim=head_dim,
-        half=cos.shape[1],
-        stored=stored,
         page_size=k_pages.shape[2],
         tuning=tuning,
-        eps=eps,
-        gain_offset=gain_offset,
-        dtype=k_pages.dtype,
         has_bias=bias is not None,
         has_gains=q_gains is not None,
     )
@@ -141,7 +146,7 @@ def rotary_write(
 
 def fits_rotary_write(head_dim: int, rotary_dim: int, stored_head_dim: int) -> bool:
     """Whether the kernel takes heads of these sizes."""
-    return _lanes(head_dim, rotary_dim // 2, stored_head_dim) is not None
+    return head_lanes(head_dim, rotary_dim // 2, stored_head_dim) is not None
 
 
 def choose_rotary_write_tuning(num_tokens: int, group: int) -> RotaryWriteTuning:
@@ -152,41 +157,22 @@ def choose_rotary_write_tuning(num_tokens: int, group: int) -> RotaryWriteTuning
     return RotaryWriteTuning(query_heads=heads, written_tokens=4)
 
 
-def _lanes(head_dim: int, half: int, stored: int) -> int | None:
-    """Threads that share a head: each piece of it must be a multiple."""
-    pieces = (half, head_dim - 2 * half, stored - head_dim)
-    if half <= 0 or min(pieces) < 0:
-        return None
-    return next((n for n in LANES if all(piece % n == 0 for piece in pieces)), None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Static numbers of one kernel: `half` of the rotary dim, `stored` head dim, and the rest."""
+    """Static numbers of one kernel."""
 
+    heads: HeadSizes
     tokens: int
     kv_heads: int
     group: int
-    head_dim: int
-    half: int
-    stored: int
     page_size: int
     tuning: RotaryWriteTuning
-    eps: float
-    gain_offset: float
-    dtype: Any
     has_bias: bool
     has_gains: bool
 
-    @property
-    def lanes(self) -> int:
-        lanes = _lanes(self.head_dim, self.half, self.stored)
-        assert lanes is not None
-        return lanes
-
     def rows(self, count: int) -> int:
         """Rows of `count` tokens or heads that a program holds in registers at a time."""
-        return min(WARPS * WARP_LANES // self.lanes, power_of_two_below(count))
+        return min(WARPS * WARP_LANES // self.heads.lanes, power_of_two_below(count))
 
     @property
     def token_blocks(self) -> int:
@@ -203,13 +189,6 @@ class _Plan:
     @property
     def write_programs(self) -> int:
         return -(-self.tokens // self.tuning.written_tokens) * self.head_blocks
-
-    @property
-    def pieces(self) -> tuple[Any, ...]:
-        """The rotated halves of a head, and what stays as it is, if anything."""
-        half, rest = self.half, self.head_dim - 2 * self.half
-        pieces = (pl.ds(0, half), pl.ds(half, half))
-        return (*pieces, pl.ds(2 * half, rest)) if rest else pieces
 
 
 class _Inputs(NamedTuple):
@@ -232,14 +211,14 @@ class _Inputs(NamedTuple):
 def _launch(plan: _Plan, qkv, weights, others, pages, interpret: Any):
     """Run the kernel on the pages as they stand: the references make them input and output."""
     T, K, G = plan.tokens, plan.kv_heads, plan.group
-    head_shape = (K, G + 2, plan.head_dim)
+    head_shape = (K, G + 2, plan.heads.head_dim)
     qkv = qkv.reshape(*qkv.shape[:-1], *head_shape)
     if plan.has_bias:
         weights = [weights[0].reshape(-1, *head_shape), *weights[1:]]
     page_refs = [jax.new_ref(array) for array in pages]
     run = plgpu.kernel(
         functools.partial(_kernel, plan),
-        out_type=jax.ShapeDtypeStruct((T, K, G, plan.stored), plan.dtype),
+        out_type=jax.ShapeDtypeStruct((T, K, G, plan.heads.stored), plan.heads.dtype),
         grid=(plan.query_programs + plan.write_programs,),
         grid_names=("program",),
         compiler_params=COMPILER_PARAMS,
@@ -247,7 +226,7 @@ def _launch(plan: _Plan, qkv, weights, others, pages, interpret: Any):
     )
     q = run(qkv, *weights, *others, *page_refs)
     k_pages, v_pages = (jax.freeze(ref) for ref in page_refs)
-    return q.reshape(T, K * G, plan.stored), k_pages, v_pages
+    return q.reshape(T, K * G, plan.heads.stored), k_pages, v_pages
 
 
 def _kernel(plan: _Plan, qkv_ref: Any, *others: Any) -> None:
@@ -278,16 +257,13 @@ def _make_queries(plan: _Plan, inputs: _Inputs, q_out: Any, program: jax.Array) 
     places = [(kv_head, part * count + i) for i in range(count)]
     layer = inputs.layer_index()
 
-    heads = [_load_heads(plan, inputs.qkv, (tokens, *place), rows) for place in places]
-    layout = _layout(plan, rows, plan.pieces[0])
-    angles = [load(ref.at[tokens], layout) for ref in inputs.angles]
-    biases = [
-        _load_pieces(plan, inputs.bias, (layer, *place), rows, is_shared=True) for place in places
-    ]
-    gains = _load_gains(plan, inputs.gains[0], layer, rows)
+    heads = [load_heads(plan.heads, inputs.qkv, (tokens, *place), rows) for place in places]
+    angles = load_angles(plan.heads, inputs.angles, tokens, rows)
+    biases = [load_bias(plan.heads, inputs.bias, (layer, *place), rows) for place in places]
+    gains = load_gains(plan.heads, inputs.gains[0], layer, rows)
     for place, head, bias in zip(places, heads, biases, strict=True):
-        head = _normalise(plan, _add_bias(plan, head, bias), gains)
-        _store(plan, q_out, (tokens, *place), _rotate(head, angles), rows)
+        head = normalise(plan.heads, add_bias(plan.heads, head, bias), gains)
+        store_head(plan.heads, q_out, (tokens, *place), rotate(head, angles))
 
 
 def _write_tokens(plan: _Plan, inputs: _Inputs, pages: tuple[Any, Any], program: jax.Array) -> None:
@@ -302,98 +278,21 @@ def _write_tokens(plan: _Plan, inputs: _Inputs, pages: tuple[Any, Any], program:
     slots = [_divide(inputs.slots[token], plan.page_size) for token in tokens]
     cache_layer = inputs.cache_layer[0]
     heads = [
-        [_load_heads(plan, inputs.qkv, (token, *place), rows) for place in places]
+        [load_heads(plan.heads, inputs.qkv, (token, *place), rows) for place in places]
         for token in tokens
     ]
-    half = plan.pieces[0]
-    angles = [
-        [_load_columns(plan, ref.at[token], rows, half) for ref in inputs.angles]
-        for token in tokens
-    ]
-    biases = [
-        _load_pieces(plan, inputs.bias, (layer, *place), rows, is_shared=False) for place in places
-    ]
-    gains = _load_gains(plan, inputs.gains[1], layer, rows)
+    angles = [load_angles(plan.heads, inputs.angles, token, rows) for token in tokens]
+    biases = [load_bias(plan.heads, inputs.bias, (layer, *place), rows) for place in places]
+    gains = load_gains(plan.heads, inputs.gains[1], layer, rows)
     for token_heads, token_angles, slot in zip(heads, angles, slots, strict=True):
         key, value = (
-            _add_bias(plan, head, bias) for head, bias in zip(token_heads, biases, strict=True)
+            add_bias(plan.heads, head, bias) for head, bias in zip(token_heads, biases, strict=True)
         )
-        key = _rotate(_normalise(plan, key, gains), token_angles)
+        key = rotate(normalise(plan.heads, key, gains), token_angles)
         for ref, head in zip(pages, (key, value), strict=True):
-            _store(plan, ref, (cache_layer, *slot, kv_heads), head, rows)
+            store_head(plan.heads, ref, (cache_layer, *slot, kv_heads), head)
 
 
 def _divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
     """Quotient and remainder of non-negative int32 numbers."""
     return lax.div(number, jnp.int32(divisor)), lax.rem(number, jnp.int32(divisor))
-
-
-def _layout(plan: _Plan, rows: int, piece: Any) -> Any:
-    return rows_layout(rows, piece.size, plan.lanes)
-
-
-def _load_heads(plan: _Plan, ref: Any, index: tuple[Any, ...], rows: int) -> Head:
-    """Heads of the qkv product, one a row."""
-    return [
-        load_sum(ref, (*index, piece), _layout(plan, rows, piece), plan.dtype)
-        for piece in plan.pieces
-    ]
-
-
-def _load_pieces(
-    plan: _Plan, ref: Any, index: tuple[Any, ...], rows: int, *, is_shared: bool
-) -> Head | None:
-    """The same of weights, which all rows may share; None where there are none."""
-    if ref is None:
-        return None
-    if is_shared:
-        return [_load_columns(plan, ref.at[(*index, piece)], rows, piece) for piece in plan.pieces]
-    return [load(ref.at[(*index, piece)], _layout(plan, rows, piece)) for piece in plan.pieces]
-
-
-def _load_columns(plan: _Plan, ref: Any, rows: int, piece: Any) -> jax.Array:
-    """[size of the piece] in memory -> float32[rows, size of the piece]."""
-    layout = _layout(plan, rows, piece)
-    return over_rows(load(ref, layout.reduce((0,))), rows, layout)
-
-
-def _load_gains(plan: _Plan, ref: Any, layer: Any, rows: int) -> Head | None:
-    gains = _load_pieces(plan, ref, (layer,), rows, is_shared=True)
-    return None if gains is None else [gain + plan.gain_offset for gain in gains]
-
-
-def _add_bias(plan: _Plan, head: Head, bias: Head | None) -> Head:
-    if bias is None:
-        return head
-    return [round_to(x + b, plan.dtype) for x, b in zip(head, bias, strict=True)]
-
-
-def _normalise(plan: _Plan, head: Head, gains: Head | None) -> Head:
-    """RMSNorm over the head, whose pieces lie in the same rows."""
-    if gains is None:
-        return head
-    total = functools.reduce(jnp.add, (jnp.sum(x * x, axis=1) for x in head))
-    scale = lax.rsqrt(total / plan.head_dim + plan.eps)
-    rows = scale.shape[0]
-    return [
-        round_to(x * over_columns(scale, piece.size, _layout(plan, rows, piece)) * gain, plan.dtype)
-        for x, piece, gain in zip(head, plan.pieces, gains, strict=True)
-    ]
-
-
-def _rotate(head: Head, angles: list[jax.Array]) -> Head:
-    """Turn the two halves; the rest stays."""
-    (a, b, *rest), (cos, sin) = head, angles
-    return [a * cos - b * sin, b * cos + a * sin, *rest]
-
-
-def _store(plan: _Plan, ref: Any, index: tuple[Any, ...], head: Head, rows: int) -> None:
-    """Write a head of each row, and zeros up to the stored head dim."""
-    for x, piece in zip(head, plan.pieces, strict=True):
-        ref[(*index, piece)] = x.astype(plan.dtype)
-    if missing := plan.stored - plan.head_dim:
-        piece = pl.ds(plan.head_dim, missing)
-        zeros = plgpu.layout_cast(
-            jnp.zeros((rows, missing), plan.dtype), _layout(plan, rows, piece)
-        )
-        ref[(*index, piece)] = zeros

@@ -174,9 +174,16 @@ def test_a_remembered_plan_that_no_longer_fits_is_made_anew(gpu: SimulatedGPU) -
 
 def test_another_config_has_a_plan_of_its_own(gpu: SimulatedGPU) -> None:
     gpu.start(1.5 * PAGE_COUNT_STEP)
-    gpu.start(1.5 * PAGE_COUNT_STEP, row_buckets=(4,))
+    gpu.start(1.5 * PAGE_COUNT_STEP, max_num_seqs=4)
     gpu.start(1.5 * PAGE_COUNT_STEP, block_size=32)
     assert gpu.num_measurements == 3
+
+
+def test_small_buckets_and_the_steps_of_a_dispatch_leave_the_plan_as_it_is(gpu) -> None:
+    gpu.start(1.5 * PAGE_COUNT_STEP)
+    gpu.start(1.5 * PAGE_COUNT_STEP, row_buckets=(4,))
+    gpu.start(1.5 * PAGE_COUNT_STEP, num_scheduler_steps=4)
+    assert gpu.num_measurements == 1
 
 
 def test_page_counts_that_are_given_are_taken_without_measuring(gpu: SimulatedGPU) -> None:

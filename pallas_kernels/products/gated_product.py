@@ -1,0 +1,103 @@
+"""Product with gate and up, and the gated activation of it, in one kernel (Hopper).
+
+`gate_product.py` is the other way round: there the gate comes before the product.
+"""
+
+import functools
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.fused.fused_inputs import Activation
+from pallas_kernels.products.gated_product_kernel import (
+    BLOCK_K,
+    COLUMN_TILE,
+    STORED_COLUMNS,
+    GatedProductPlan,
+    GatedProductTuning,
+    launch,
+)
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_ROW_MULTIPLE = 8
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "interpret", "tuning"))
+def gated_product(
+    x: jax.Array,
+    weights: jax.Array,
+    layer: jax.Array,
+    *,
+    activation: Activation,
+    interpret: Any = None,
+    tuning: GatedProductTuning | None = None,
+) -> jax.Array:
+    """Multiply by one layer's gate and up, and multiply the activated gate with up.
+
+    Gate and up stay in float32 registers until their product is rounded, once.
+
+    Args:
+      x: [T, D] bfloat16 or float16; D a multiple of 64. Only where T is no multiple of 8 are x and
+        the result copied.
+      weights: [L, D, 2 * F] in x's dtype, the gate first; F a multiple of 64, at least 128. No
+        layer is copied.
+      layer: [1] int32, which layer to read.
+      activation: "silu", or "gelu_tanh" (GELU by its tanh approximation).
+      interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
+      tuning: sizes of the kernel; None = the default ones.
+
+    Returns:
+      [T, F] in x's dtype: `activation(x @ gate) * (x @ up)`.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or the activation is unknown.
+    """
+    if activation not in get_args(Activation):
+        known = " or ".join(get_args(Activation))
+        raise ValueError(f"activation must be {known}; got {activation!r}")
+    if x.dtype != weights.dtype:
+        raise ValueError(f"x and weights must have one dtype; got {x.dtype} and {weights.dtype}")
+    refusal = _refusal(x.shape, weights.shape, x.dtype)
+    if refusal is not None:
+        raise ValueError(refusal)
+    num_rows, depth = x.shape
+    if num_rows % _ROW_MULTIPLE:
+        x = jnp.pad(x, ((0, -num_rows % _ROW_MULTIPLE), (0, 0)))
+    plan = GatedProductPlan(
+        rows=x.shape[0],
+        depth=depth,
+        width=weights.shape[2] // 2,
+        activation=activation,
+        dtype=x.dtype,
+        tuning=tuning or GatedProductTuning(),
+    )
+    return launch(plan, x, weights, layer, interpret)[:num_rows]
+
+
+def fits_gated_product(
+    x_shape: tuple[int, ...], weights_shape: tuple[int, ...], dtype: DTypeLike
+) -> bool:
+    """Whether `gated_product` takes x [T, D] and weights [L, D, 2 * F] of this dtype."""
+    return _refusal(x_shape, weights_shape, dtype) is None
+
+
+def _refusal(
+    x_shape: tuple[int, ...], weights_shape: tuple[int, ...], dtype: DTypeLike
+) -> str | None:
+    """Why the kernel does not take arrays; None where it does."""
+    if jnp.dtype(dtype) not in _DTYPES:
+        return f"x must be bfloat16 or float16; got {jnp.dtype(dtype).name}"
+    if len(x_shape) != 2 or len(weights_shape) != 3 or x_shape[1] != weights_shape[1]:
+        return f"x must be [T, D] and weights [L, D, 2 * F]; got {x_shape} and {weights_shape}"
+    rows, depth = x_shape
+    width, rest = divmod(weights_shape[2], 2)
+    if not rows:
+        return "x must have at least 1 row; got 0"
+    if not depth or depth % BLOCK_K or rest or width < COLUMN_TILE or width % STORED_COLUMNS:
+        return (
+            f"D must be a multiple of {BLOCK_K}, and F of {STORED_COLUMNS} and at least "
+            f"{COLUMN_TILE}; got {depth} and {width}"
+        )
+    return None

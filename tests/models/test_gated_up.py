@@ -1,0 +1,88 @@
+"""Many rows of an MLP are multiplied and gated in one kernel, where one takes them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from models.invariant_kernels import invariant_kernels
+from models.kernels import ModelKernels, model_kernels
+from models.layer_slice import LayerSlice
+from models.layers import GatedMLP, RMSNorm
+from models.products import MAX_SKINNY_BYTES, MIN_GATED_ROWS
+from models.products import MIN_GATED_ROWS_OF_SMALL as MANY_ROWS
+
+D, F = 256, 512
+ON_GPU = model_kernels("mosaic", "gpu")
+
+
+def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lower(
+    kernels: ModelKernels, rows: int, *, width: int = F, bias: bool = False, num_layers: int = 0
+) -> str:
+    """An MLP for CUDA; its weights are a layer of a stack, or arrays of their own."""
+
+    def run(x, delta, gate_up, down):
+        norm = RMSNorm(D, eps=1e-6, dtype="bfloat16", kernels=kernels)
+        mlp = GatedMLP(D, width, dtype="bfloat16", kernels=kernels, bias=bias)
+        if num_layers:
+            gate_up, down = (LayerSlice.of_layer(stack, 1) for stack in (gate_up, down))
+        vars(mlp.gate_up_proj)["weight"].set_value(gate_up)
+        vars(mlp.down_proj)["weight"].set_value(down)
+        return mlp(x, delta, norm)
+
+    stack = (num_layers,) if num_layers else ()
+    weights = array(*stack, D, 2, width), array(*stack, width, D)
+    traced = jax.jit(run).trace(array(rows, D), array(rows, D), *weights)
+    residual, down = traced.out_info
+    assert residual.shape == down.shape[-2:] == (rows, D)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def facts(text: str, rows: int, width: int = F) -> tuple[int, bool]:
+    """Number of Mosaic kernels, and whether gate and up are ever an array."""
+    whole = (f"<{rows}x2x{width}x", f"<{rows}x{2 * width}x")
+    return text.count("custom_call @mosaic_gpu"), any(shape in text for shape in whole)
+
+
+@pytest.mark.parametrize("num_layers", [0, 3])
+def test_many_rows_leave_no_gate_kernel_and_no_gate_and_up(num_layers):
+    text = lower(ON_GPU, MANY_ROWS, num_layers=num_layers)
+    assert facts(text, MANY_ROWS) == (2, False)  # the norm, and the gated product
+    if num_layers:  # which reads its layer in place
+        assert f"x{D}x{2 * F}xbf16>, tensor<1xi32>) -> tensor<{MANY_ROWS}x{F}xbf16>" in text
+
+
+def test_few_rows_do_so_with_a_large_weight():
+    width = MAX_SKINNY_BYTES // (4 * D) + 64  # down is the skinny kernel's
+    assert facts(lower(ON_GPU, MIN_GATED_ROWS, width=width), MIN_GATED_ROWS, width) == (3, False)
+    fewer = MIN_GATED_ROWS - 1
+    assert facts(lower(ON_GPU, fewer, width=width), fewer, width)[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(MANY_ROWS - 8, {}), (MANY_ROWS, {"bias": True}), (MANY_ROWS, {"width": 96})],
+)
+def test_other_rows_and_weights_keep_norm_product_and_gate(rows, options):
+    width = options.get("width", F)
+    text = lower(ON_GPU, rows, **options)
+    assert facts(text, rows, width) == (2, True)  # the norm, and the gate
+
+
+def test_only_one_device_of_the_usual_mode_does_so():
+    axis_types = (AxisType.Auto, AxisType.Auto)
+    mesh = AbstractMesh((1, 2), ("data", "model"), axis_types=axis_types)
+    assert ON_GPU.gated_up is not None
+    for kernels in (
+        model_kernels("mosaic", "gpu", mesh),
+        model_kernels("xla", "cpu"),
+        model_kernels("triton", "gpu"),
+        invariant_kernels(),
+    ):
+        assert kernels.gated_up is None
+        weight = LayerSlice.of_layer(jnp.zeros((1, D, 2, F), jnp.bfloat16), 0)
+        assert not kernels.fits_gated_up(jnp.zeros((MANY_ROWS, D), jnp.bfloat16), weight)
