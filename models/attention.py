@@ -107,7 +107,13 @@ class Attention(nnx.Module):
         return (
             batch.is_decode_only
             and self.kernels.fuses_few_rows
-            and few_rows.fits_attention(qkv, group.k_pages, rotary_dim)
+            and few_rows.fits_attention(
+                qkv,
+                group.k_pages,
+                batch.page_tables[self.cache_group],
+                rotary_dim,
+                group.geometry.sliding_window,
+            )
         )
 
     def _options(self, group: CacheGroup) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from pallas_kernels.products import gate_product, norm_product
 
 MAX_FUSED_ROWS = 1
 """Up to so many rows, since every thread block makes the norm of each."""
+MAX_FUSED_CONTEXT = 2048
+"""Tokens up to which one kernel writes and attends; two are faster with more of them."""
 MAX_FUSED_BYTES = 256 << 20
 """Of a weight; larger ones were not measured (docs/performance.md)."""
 
@@ -65,11 +67,21 @@ def multiply_gated(gate_up: jax.Array, weight: LayerSlice, *, activation: Activa
     return gate_product.gate_product(flat, weight.stack, weight.layer, activation=activation)
 
 
-def fits_attention(qkv: jax.Array, k_pages: jax.Array, rotary_dim: int) -> bool:
+def fits_attention(
+    qkv: jax.Array,
+    k_pages: jax.Array,
+    page_table: jax.Array,
+    rotary_dim: int,
+    sliding_window: int | None,
+) -> bool:
     """Whether `attention` takes a sum of [T, K, G + 2, H], one token a row, and these pages."""
     rows, _, heads, head_dim = qkv.shape[-4:]
     page_size, _, stored = k_pages.shape[2:]
-    return rows <= MAX_FUSED_ROWS and one_row_attention.fits_rotary_decode(
+    context = page_table.shape[1] * page_size
+    if sliding_window is not None:
+        context = min(context, sliding_window)
+    is_small = rows <= MAX_FUSED_ROWS and context <= MAX_FUSED_CONTEXT
+    return is_small and one_row_attention.fits_rotary_decode(
         heads - 2, head_dim, rotary_dim, stored, page_size, k_pages.dtype
     )
 

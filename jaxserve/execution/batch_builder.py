@@ -104,8 +104,15 @@ class BatchBuilder:
         num_steps = max(num_scheduled[: output.num_decode_rows], default=1)
         if num_steps > 1 and not is_decode_only:
             raise ValueError(f"a mixed step takes a token of each decode row; got {num_steps}")
+        context = None
+        if len(rows) <= self._buckets.short_context_rows:
+            context = max(row.start + row.num_scheduled_tokens for row in rows)
         bucket = self._buckets.select(
-            output.num_tokens, len(rows), is_decode_only=is_decode_only, num_steps=num_steps
+            output.num_tokens,
+            len(rows),
+            is_decode_only=is_decode_only,
+            num_steps=num_steps,
+            context=context,
         )
         layout = self._layouts[bucket]
         packed = layout.empty(self._unused_slot)

@@ -1,7 +1,7 @@
 """Buckets: the padded shapes that steps are compiled for; no JAX."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -13,17 +13,20 @@ class Bucket:
       num_rows: S, padded sequences.
       is_decode_only: every row has one token that was sampled on the device, and T = S.
       num_steps: W, decode steps that one program runs; 1 unless `is_decode_only`.
+      max_context: tokens of a sequence after the step; 0 = any number.
     """
 
     num_tokens: int
     num_rows: int
     is_decode_only: bool
     num_steps: int = 1
+    max_context: int = 0
 
     def __str__(self) -> str:
         kind = "decode" if self.is_decode_only else "mixed"
         steps = f",W={self.num_steps}" if self.num_steps > 1 else ""
-        return f"{kind}[T={self.num_tokens},S={self.num_rows}{steps}]"
+        context = f",context={self.max_context}" if self.max_context else ""
+        return f"{kind}[T={self.num_tokens},S={self.num_rows}{steps}{context}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,9 @@ class BucketTable:
       mixed_row_buckets: ascending S of those; the last takes `max_num_seqs`.
       num_scheduler_steps: W of programs that run several decode steps; 1 = there are none.
       multi_step_rows: the row buckets up to it have such a program, too.
+      short_context: the row buckets up to `short_context_rows` have a program more for sequences of
+        at most so many tokens; it runs all steps that one dispatch can.
+      short_context_rows: see above; 0 = there are none.
     """
 
     row_buckets: tuple[int, ...]
@@ -43,14 +49,21 @@ class BucketTable:
     mixed_row_buckets: tuple[int, ...]
     num_scheduler_steps: int = 1
     multi_step_rows: int = 0
+    short_context: int = 0
+    short_context_rows: int = 0
 
     def all(self) -> tuple[Bucket, ...]:
         """Every bucket, the cheap ones first."""
         decode = [Bucket(S, S, True) for S in self.row_buckets]
         W = self.num_scheduler_steps
         several = [Bucket(S, S, True, W) for S in self.row_buckets if S <= self.most_multi_rows]
+        short = [
+            replace(bucket, max_context=self.short_context)
+            for bucket in decode + several
+            if self._may_be_short(bucket)
+        ]
         mixed = [Bucket(T, S, False) for T in self.token_buckets for S in self._rows_of(T)]
-        return tuple(decode + several + mixed)
+        return tuple(decode + several + short + mixed)
 
     @property
     def most_multi_rows(self) -> int:
@@ -60,7 +73,13 @@ class BucketTable:
         return max((S for S in self.row_buckets if S <= self.multi_step_rows), default=0)
 
     def select(
-        self, num_tokens: int, num_rows: int, *, is_decode_only: bool, num_steps: int = 1
+        self,
+        num_tokens: int,
+        num_rows: int,
+        *,
+        is_decode_only: bool,
+        num_steps: int = 1,
+        context: int | None = None,
     ) -> Bucket:
         """The smallest bucket that holds a step.
 
@@ -69,22 +88,30 @@ class BucketTable:
           num_rows: of the step.
           is_decode_only: whether every row decodes.
           num_steps: tokens of the row that has most; more than 1 only if `is_decode_only`.
+          context: tokens of the longest sequence after the step; None = not told.
 
         Raises:
           ValueError: none does; the scheduler keeps within the last buckets, so this is a bug.
         """
         if is_decode_only:
             S = _smallest(self.row_buckets, num_rows)
-            if num_steps == 1:
-                return Bucket(S, S, True)
-            if num_steps > self.num_scheduler_steps or S > self.most_multi_rows:
+            if num_steps > self.num_scheduler_steps or (num_steps > 1 and S > self.most_multi_rows):
                 raise ValueError(f"no bucket holds {num_steps} steps of {num_rows}; have {self}")
-            return Bucket(S, S, True, self.num_scheduler_steps)
+            bucket = Bucket(S, S, True, 1 if num_steps == 1 else self.num_scheduler_steps)
+            is_short = context is not None and context <= self.short_context
+            if is_short and self._may_be_short(bucket):
+                return replace(bucket, max_context=self.short_context)
+            return bucket
         for T in self.token_buckets:
             fitting = [S for S in self._rows_of(T) if S >= num_rows]
             if num_tokens <= T and fitting:
                 return Bucket(T, fitting[0], False)
         raise ValueError(f"no bucket holds {num_tokens} tokens of {num_rows} rows; have {self}")
+
+    def _may_be_short(self, bucket: Bucket) -> bool:
+        """Whether a decode bucket has another one for short contexts."""
+        most_steps = self.num_scheduler_steps if bucket.num_rows <= self.most_multi_rows else 1
+        return bucket.num_rows <= self.short_context_rows and bucket.num_steps == most_steps
 
     def _rows_of(self, num_tokens: int) -> tuple[int, ...]:
         """S of a T: a step never has more rows than tokens."""
@@ -109,6 +136,8 @@ def make_bucket_table(
     token_buckets: Sequence[int] | None = None,
     num_scheduler_steps: int = 1,
     multi_step_rows: int = 0,
+    short_context: int = 0,
+    short_context_rows: int = 0,
 ) -> BucketTable:
     """The default table, or one from given sizes, capped at the limits and closed by them.
 
@@ -123,6 +152,8 @@ def make_bucket_table(
       token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
       num_scheduler_steps: see `BucketTable`.
       multi_step_rows: likewise.
+      short_context: likewise.
+      short_context_rows: likewise.
     """
     largest_rows = max(max_num_seqs, small_row_buckets[0])
     if row_buckets is None:
@@ -135,6 +166,8 @@ def make_bucket_table(
         mixed_row_buckets=_closed((mixed_row_bucket,), largest_rows),
         num_scheduler_steps=num_scheduler_steps,
         multi_step_rows=multi_step_rows,
+        short_context=short_context,
+        short_context_rows=short_context_rows,
     )
 
 

@@ -88,7 +88,10 @@ def make_forward_batch(
     positions = jnp.where(is_token, num_computed[rows] + offsets, 0)
     last_token = records[:, SlotField.LAST_TOKEN]
     token_ids = last_token if layout.num_tokens == 0 else _join_token_ids(inputs, last_token)
-    tables = tuple(table.at[slot_ids].get(mode="fill", fill_value=0) for table in state.page_tables)
+    tables = tuple(
+        table[:, : layout.table_pages or None].at[slot_ids].get(mode="fill", fill_value=0)
+        for table in state.page_tables
+    )
     return ForwardBatch(
         token_ids=jnp.where(is_token, token_ids, 0),
         positions=positions[None],

@@ -96,6 +96,7 @@ def plan_engine(
         is_gpu=setup.is_gpu,
         fuses_few_rows=setup.fuses_few_rows,
         num_scheduler_steps=setup.num_scheduler_steps,
+        multi_step_rows=setup.multi_step_rows,
     )
     max_row_tokens = scheduler_config(setup, limits, buckets).max_row_tokens
     demands = make_demands(setup.geometries, setup.sharder, limits, max_row_tokens)

@@ -6,13 +6,12 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
 from jaxserve.execution.buckets import BucketTable, make_bucket_table
 from models.config import ModelConfig
+from models.few_rows import MAX_FUSED_CONTEXT, MAX_FUSED_ROWS
 
 SMALL_GPU_ROW_BUCKETS = (8,)
 """XLA's products of fewer rows are slower than those of eight (measured on an H200)."""
 SMALL_FUSED_ROW_BUCKETS = (1, 8)
 """Where one row has kernels of its own, which are faster (models/few_rows.py)."""
-MAX_MULTI_STEP_ROWS = 8
-"""Rows up to which a GPU may wait for the host, so that several steps are started at once."""
 MIXED_GPU_ROWS, MIXED_CPU_ROWS = 128, 16
 LARGE_GPU_BYTES = 60 * 2**30
 """From this memory on a GPU gets vLLM's limits for large GPUs."""
@@ -68,6 +67,7 @@ def choose_buckets(
     is_gpu: bool,
     fuses_few_rows: bool,
     num_scheduler_steps: int = 1,
+    multi_step_rows: int = 0,
 ) -> BucketTable:
     """The padded shapes; a CPU gets few, since it computes each padded row.
 
@@ -77,11 +77,13 @@ def choose_buckets(
       is_gpu: whether the device is one.
       fuses_few_rows: see `ModelKernels`.
       num_scheduler_steps: decode steps that one program of few rows runs.
+      multi_step_rows: how many those are.
     """
     row_buckets, token_buckets = config.row_buckets, config.token_buckets
     if not is_gpu:
         row_buckets, token_buckets = row_buckets or (1,), token_buckets or (8, 64)
     small = SMALL_FUSED_ROW_BUCKETS if fuses_few_rows else SMALL_GPU_ROW_BUCKETS
+    has_long = fuses_few_rows and limits.max_model_len > MAX_FUSED_CONTEXT
     return make_bucket_table(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -90,7 +92,9 @@ def choose_buckets(
         row_buckets=row_buckets,
         token_buckets=token_buckets,
         num_scheduler_steps=num_scheduler_steps,
-        multi_step_rows=MAX_MULTI_STEP_ROWS,
+        multi_step_rows=multi_step_rows,
+        short_context=MAX_FUSED_CONTEXT if has_long else 0,
+        short_context_rows=MAX_FUSED_ROWS if has_long else 0,
     )
 
 

@@ -1,7 +1,6 @@
 """ModelSetup: how a model lies on its devices; chosen before anything is loaded."""
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -17,13 +16,15 @@ from models.kernels import ModelKernels, model_kernels
 from models.kv_cache import CacheGeometry, abstract_cache, cache_geometries
 from models.products import MAX_SKINNY_BYTES
 from models.registry import model_class
-from models.sharding import MESH_AXES, Sharder, make_mesh, share_kv_heads
+from models.sharding import MESH_AXES, Sharder, device_bytes, make_mesh, share_kv_heads
 from models.weight_layout import Stack, WeightLayout
 from pallas_kernels.platform import AttentionBackend, choose_attention_backend
 
 logger = logging.getLogger(__name__)
 
 MAX_CHOSEN_STEPS = 8
+OFFLINE_MULTI_STEP_ROWS, SERVER_MULTI_STEP_ROWS = 64, 8
+"""Rows up to which several steps are one dispatch: a small model waits for the host there."""
 MAX_DISPATCH_SECONDS = 4e-3
 """What a new request may wait for a step that has just begun, on a server."""
 GPU_BYTES_PER_SECOND, GPU_STEP_SECONDS = 4.3e12, 5e-4
@@ -47,6 +48,7 @@ class ModelSetup:
       is_gpu: whether the devices are GPUs.
       fuses_few_rows: whether one row has kernels of its own; see `ModelKernels`.
       num_scheduler_steps: decode steps that one program of few rows runs.
+      multi_step_rows: how many those are.
     """
 
     config: EngineConfig
@@ -61,6 +63,7 @@ class ModelSetup:
     is_gpu: bool
     fuses_few_rows: bool
     num_scheduler_steps: int
+    multi_step_rows: int
 
     @classmethod
     def choose(
@@ -133,6 +136,7 @@ class ModelSetup:
             fuses_few_rows=kernels.fuses_few_rows and dtype != "float32",
             num_scheduler_steps=config.num_scheduler_steps
             or _choose_scheduler_steps(layout, sharder, is_gpu=is_gpu, is_offline=is_offline),
+            multi_step_rows=OFFLINE_MULTI_STEP_ROWS if is_offline else SERVER_MULTI_STEP_ROWS,
         )
 
 
@@ -147,10 +151,8 @@ def _choose_scheduler_steps(
         return 1
     if is_offline:
         return MAX_CHOSEN_STEPS
-    num_bytes = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in layout.abstract(sharder)
-    )
-    step_seconds = num_bytes / sharder.mesh.size / GPU_BYTES_PER_SECOND + GPU_STEP_SECONDS
+    num_bytes = sum(map(device_bytes, layout.abstract(sharder)))
+    step_seconds = num_bytes / GPU_BYTES_PER_SECOND + GPU_STEP_SECONDS
     return max(1, min(MAX_CHOSEN_STEPS, int(MAX_DISPATCH_SECONDS / step_seconds)))
 
 

@@ -26,6 +26,7 @@ class PackedLayout:
       num_page_updates: for each group, entries (state slot, index in page table, page).
       num_admissions: entries (state slot, record of the slot).
       num_steps: W, decode steps that the program runs.
+      table_pages: the first so many entries of a page table are read; 0 = all.
     """
 
     num_rows: int
@@ -34,6 +35,7 @@ class PackedLayout:
     num_page_updates: int
     num_admissions: int
     num_steps: int = 1
+    table_pages: int = 0
 
     @property
     def sections(self) -> dict[str, tuple[int, ...]]:
@@ -97,7 +99,7 @@ def step_layout(bucket: Bucket, *, num_groups: int, page_size: int) -> PackedLay
     """
     T, S, W = bucket.num_tokens, bucket.num_rows, bucket.num_steps
     if bucket.is_decode_only:
-        return PackedLayout(S, 0, num_groups, S, 0, W)
+        return PackedLayout(S, 0, num_groups, S, 0, W, -(-bucket.max_context // page_size))
     return PackedLayout(S, T, num_groups, S + T // page_size, min(S, MAX_IN_STEP_ADMISSIONS))
 
 

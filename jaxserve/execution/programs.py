@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -162,7 +162,6 @@ class ProgramTable:
         """
         start, counter = time.monotonic(), CompilationCounter()
         keys = [key for key in self.keys() if key not in self._programs]
-        previous = threading.stack_size(COMPILE_STACK_BYTES)
 
         def take(jobs: Iterable[Future[tuple[ProgramKey, Compiled | None]]]) -> None:
             for job in as_completed(jobs):
@@ -172,17 +171,14 @@ class ProgramTable:
                     if progress is not None:
                         progress(len(self._programs), len(keys))
 
-        try:
-            only_store = contextlib.nullcontext() if store is None else store.without_xla_cache()
-            threads = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
-            with only_store, threads as pool:
-                if store is not None:
-                    take([pool.submit(self._load, key, store) for key in keys])
-                missing = [key for key in keys if key not in self._programs]
-                # Lowering in threads is slower: it holds the GIL. Compilation goes on meanwhile.
-                take([pool.submit(self._compile, k, self._lower(k), store) for k in missing])
-        finally:
-            threading.stack_size(previous)
+        only_store = contextlib.nullcontext() if store is None else store.without_xla_cache()
+        threads = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
+        with _deep_stacks(), only_store, threads as pool:
+            if store is not None:
+                take([pool.submit(self._load, key, store) for key in keys])
+            missing = [key for key in keys if key not in self._programs]
+            # Lowering in threads is slower: it holds the GIL. Compilation goes on meanwhile.
+            take([pool.submit(self._compile, k, self._lower(k), store) for k in missing])
         logger.info(
             "%d programs ready in %.1f s: %d were kept whole, %d found in XLA's cache",
             len(keys),
@@ -199,7 +195,9 @@ class ProgramTable:
             ("sample", largest.num_rows, SampleMode.FULL),
         ]
         plan = COMPILER_OPTIONS[_class_of(largest, is_plan=True)]
-        return max(_temporary_bytes(self._lower(key).compile(plan)) for key in keys)
+        with _deep_stacks(), ThreadPoolExecutor(len(keys), thread_name_prefix="compile") as pool:
+            jobs = [pool.submit(self._lower(key).compile, plan) for key in keys]
+            return max(_temporary_bytes(job.result()) for job in jobs)
 
     def _load(self, key: ProgramKey, store: ProgramStore) -> tuple[ProgramKey, Compiled | None]:
         return key, store.read(self._describe(key))
@@ -277,6 +275,16 @@ class ProgramTable:
     @staticmethod
     def _shardings(tree):
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+@contextlib.contextmanager
+def _deep_stacks() -> Iterator[None]:
+    """Threads that start meanwhile have room for XLA's lowering."""
+    previous = threading.stack_size(COMPILE_STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(previous)
 
 
 def _class_of(shape: Bucket | PageChunk | int | None, *, is_plan: bool = False) -> ProgramClass:

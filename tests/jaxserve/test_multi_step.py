@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.engine import Engine
 from jaxserve.engine_builder import BuiltEngine
+from jaxserve.execution import engine_plan, limits
 from jaxserve.execution.buckets import Bucket, make_bucket_table
 from jaxserve.request import FinishReason
 from jaxserve.sampling_params import SamplingParams
@@ -152,3 +153,45 @@ def test_only_small_buckets_have_several_steps() -> None:
         table.select(15, 3, is_decode_only=True, num_steps=5)
     with pytest.raises(ValueError, match="no bucket holds 2 steps of 9"):
         table.select(18, 9, is_decode_only=True, num_steps=2)
+
+
+def test_short_contexts_have_a_program_of_all_steps_that_one_dispatch_can() -> None:
+    table = make_bucket_table(
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
+        small_row_buckets=(1, 8),
+        mixed_row_bucket=16,
+        num_scheduler_steps=W,
+        multi_step_rows=8,
+        short_context=48,
+        short_context_rows=1,
+    )
+    short = Bucket(1, 1, True, W, 48)
+    assert [bucket for bucket in table.all() if bucket.max_context] == [short]
+    assert str(short) == "decode[T=1,S=1,W=4,context=48]"
+
+    def select(num_rows: int, num_steps: int, context: int) -> Bucket:
+        return table.select(
+            num_rows, num_rows, is_decode_only=True, num_steps=num_steps, context=context
+        )
+
+    assert select(1, W, 48) == short
+    assert select(1, W, 49) == Bucket(1, 1, True, W)
+    assert select(1, 1, 48) == Bucket(1, 1, True)
+    assert select(2, W, 48) == Bucket(8, 8, True, W)
+
+
+@pytest.mark.parametrize("num_steps", [1, W])
+def test_a_sequence_grows_out_of_the_program_for_short_contexts(num_steps, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "MAX_FUSED_CONTEXT", 48)
+    monkeypatch.setattr(
+        engine_plan,
+        "choose_buckets",
+        lambda *args, **options: limits.choose_buckets(*args, **options | {"fuses_few_rows": True}),
+    )
+    folder, prompt = GOLDEN.folder, PROMPTS[0][:20]
+    engine = make_engine(folder, num_scheduler_steps=num_steps, row_buckets=(1, 8)).engine
+    assert generate(engine, [prompt], greedy(50)) == single_step_tokens([prompt], greedy(50))
+    used = {key[1] for key in engine.runner._programs._programs if key[0] == "decode"}
+    assert Bucket(1, 1, True, num_steps, 48) in used and Bucket(1, 1, True, num_steps) in used
+    assert all(bucket.num_rows == 1 for bucket in used if isinstance(bucket, Bucket))
