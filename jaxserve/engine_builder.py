@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.execution.batch_builder import BatchBuilder
 from jaxserve.execution.device_setup import (
     check_memory_pool,
     check_pinned_memory,
@@ -29,12 +30,13 @@ from jaxserve.execution.engine_plan import (
 )
 from jaxserve.execution.host_pages import HostPages, check_host_memory
 from jaxserve.execution.limits import Limits
-from jaxserve.execution.memory_plan import DeviceMemory, MemoryBill
+from jaxserve.execution.memory_plan import DeviceMemory, MemoryBill, RememberedPlan
 from jaxserve.execution.model_runner import ModelRunner
 from jaxserve.execution.model_setup import ModelSetup
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.poison import PagePoisoner
 from jaxserve.execution.program_store import ProgramStore, open_program_store
+from jaxserve.execution.programs import ProgramTable
 from jaxserve.execution.swap_cost import PageCosts, seconds_to_compute
 from jaxserve.execution.warm_up import warm_up
 from jaxserve.processing.model_files import open_configured_model
@@ -161,15 +163,20 @@ class _EngineBuilder:
         memory = DeviceMemory.of_devices(setup.sharder.mesh.local_devices)
         plan = self._timed("plan", lambda: plan_engine(setup, memory, cache_dir))
         store = open_program_store(setup, cache_dir)
-        engine = self._timed("compile", lambda: self._compile(setup, plan, leaves, store, path))
-        logger.info("%s", plan.bill)
+
+        def compile_and_assemble() -> tuple[EnginePlan, Engine]:
+            settled, made = self._compile(setup, plan, memory, cache_dir, store)
+            return settled, self._assemble(setup, settled, *made, leaves, path)
+
+        settled, engine = self._timed("compile", compile_and_assemble)
+        logger.info("%s", settled.bill)
         return BuiltEngine(
             engine=engine,
             model_config=setup.model,
             path=path,
             cache_dir=cache_dir,
-            limits=plan.limits,
-            bill=plan.bill,
+            limits=settled.limits,
+            bill=settled.bill,
             device_kind=jax.devices()[0].device_kind,
             seconds=self.seconds,
             step_timeout=_step_timeout(self.config, is_gpu=setup.is_gpu),
@@ -187,16 +194,45 @@ class _EngineBuilder:
         self,
         setup: ModelSetup,
         plan: EnginePlan,
-        leaves: list[jax.Array],
+        memory: DeviceMemory | None,
+        cache_dir: Path,
         store: ProgramStore | None,
-        path: Path,
-    ) -> Engine:
+    ) -> tuple[EnginePlan, tuple[BatchBuilder, ProgramTable]]:
+        """Compile for a plan; and again for fewer pages, where its estimate was too low."""
+        made = self._compile_once(setup, plan, store)
+        if not plan.is_estimated:
+            return plan, made
+        found = RememberedPlan(plan.num_pages, made[1].temporary_bytes())
+        settled = plan_engine(setup, memory, cache_dir, found=found)
+        if settled.num_pages != plan.num_pages:
+            logger.warning(
+                "a step needs %.2f GiB, more than was estimated: compiling again for fewer pages",
+                found.temporary_bytes / 2**30,
+            )
+            made = self._compile_once(setup, settled, store)
+        return settled, made
+
+    def _compile_once(
+        self, setup: ModelSetup, plan: EnginePlan, store: ProgramStore | None
+    ) -> tuple[BatchBuilder, ProgramTable]:
         batch_builder, programs = make_programs(setup, plan.limits, plan.buckets, plan.num_pages)
         programs.compile_all(
             num_threads=min(MAX_COMPILE_THREADS, os.cpu_count() or 1),
             progress=lambda done, total: self.progress("compile", done, total),
             store=store,
         )
+        return batch_builder, programs
+
+    def _assemble(
+        self,
+        setup: ModelSetup,
+        plan: EnginePlan,
+        batch_builder: BatchBuilder,
+        programs: ProgramTable,
+        leaves: list[jax.Array],
+        path: Path,
+    ) -> Engine:
+        """Allocate, and put the engine together; on a GPU each program runs once."""
         abstract = abstract_cache(setup.geometries, plan.num_pages, setup.sharder)
         allocate = compile_zeros((abstract, abstract_state(setup, plan.limits)))
         cache, state = allocate()

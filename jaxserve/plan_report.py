@@ -29,7 +29,7 @@ from models.loading.source import OpenedModel
 MAX_DEVICE_BYTES = 1 << 40
 """More than any GPU has: a slip in the unit shall not fill the host with lists of pages."""
 TEMPORARIES = {
-    "compiled": "what the largest step needs that was compiled, now or at an earlier start",
+    "compiled": "what the largest step needs that was compiled at an earlier start",
     "estimated": ESTIMATE_METHOD,
     "not counted": "the number of pages is given, or the device does not tell its memory",
 }
@@ -78,7 +78,7 @@ class PlanReport:
         """Where the bill's temporaries come from: a key of `TEMPORARIES`."""
         if not self.plan.bill.reserved_bytes:
             return "not counted"
-        return "estimated" if self.device_kind is None else "compiled"
+        return "estimated" if self.plan.is_estimated else "compiled"
 
     @property
     def temporaries_are(self) -> str:
@@ -94,8 +94,8 @@ def report_plan(
 ) -> PlanReport:
     """Plan an engine by the code that a start runs, and load no weight.
 
-    On a GPU it reserves the memory and, if no plan is remembered, compiles the largest step, as a
-    start does; a start then finds the plan.
+    On a GPU it reserves the memory. Where no start is remembered, temporaries are estimated, as a
+    start does that has not compiled yet.
 
     Args:
       config: the settings.

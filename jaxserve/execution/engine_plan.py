@@ -27,13 +27,12 @@ from jaxserve.execution.model_setup import ModelSetup
 from jaxserve.execution.packed_layout import NUM_PAGE_COPIES
 from jaxserve.execution.page_mover import MAX_DEVICE_PAGES
 from jaxserve.execution.page_plan import (
-    PAGE_COUNT_STEP,
     PageDemand,
     count_page_bytes,
     fill_memory,
+    fits_memory,
     make_demands,
     pages_that_fit,
-    plan_pages,
 )
 from jaxserve.execution.programs import ProgramShapes, ProgramTable
 from jaxserve.execution.sampler import choose_draw
@@ -50,6 +49,8 @@ from pallas_kernels.sampling import log_softmax
 
 logger = logging.getLogger(__name__)
 
+ESTIMATE_MARGIN = 1.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
@@ -61,6 +62,8 @@ class EnginePlan:
       num_pages: of each cache group, the null page included.
       pools: of each cache group, all pages free.
       bill: the memory's use.
+      is_estimated: the bill's temporaries are an estimate, since no start is remembered that has
+        compiled such a plan.
     """
 
     limits: Limits
@@ -68,18 +71,26 @@ class EnginePlan:
     num_pages: tuple[int, ...]
     pools: tuple[PagePool, ...]
     bill: MemoryBill
+    is_estimated: bool
 
 
 def plan_engine(
-    setup: ModelSetup, memory: DeviceMemory | None, cache_dir: Path | None
+    setup: ModelSetup,
+    memory: DeviceMemory | None,
+    cache_dir: Path | None,
+    *,
+    found: RememberedPlan | None = None,
 ) -> EnginePlan:
     """Settle page counts, lengths and buckets.
 
     Args:
       setup: the model on its devices.
       memory: what is left beside the weights; None where the devices do not tell.
-      cache_dir: where plans of earlier starts are kept. None = the devices are not there: the
-        temporaries are estimated, and nothing is remembered.
+      cache_dir: where plans of earlier starts are kept. None = the devices are not there, and
+        nothing is remembered.
+      found: page counts for which this start has compiled its programs, and the bytes that the
+        largest step was found to need. The plan keeps these pages, unless that is too much, and
+        later starts remember it.
 
     Raises:
       EngineConfigError: the settings do not fit the memory.
@@ -100,14 +111,16 @@ def plan_engine(
     )
     max_row_tokens = scheduler_config(setup, limits, buckets).max_row_tokens
     demands = make_demands(setup.geometries, setup.sharder, limits, max_row_tokens)
-    remembered = _count_pages(setup, limits, buckets, demands, memory, cache_dir)
-    pools = _make_pools(setup, remembered.num_pages)
+    kept = None if cache_dir is None else _open_plans(setup, limits, buckets, demands, cache_dir)
+    pages, is_estimated = _count_pages(setup, buckets, demands, memory, kept, found)
+    pools = _make_pools(setup, pages.num_pages)
     return EnginePlan(
         limits=_fit_max_model_len(setup, limits, pools, max_row_tokens),
         buckets=buckets,
-        num_pages=remembered.num_pages,
+        num_pages=pages.num_pages,
         pools=pools,
-        bill=_make_bill(setup, demands, remembered, memory),
+        bill=_make_bill(setup, demands, pages, memory),
+        is_estimated=is_estimated,
     )
 
 
@@ -219,41 +232,57 @@ def _make_pools(setup: ModelSetup, num_pages: tuple[int, ...]) -> tuple[PagePool
     )
 
 
-def _count_pages(
+def _open_plans(
     setup: ModelSetup,
     limits: Limits,
     buckets: BucketTable,
     demands: tuple[PageDemand, ...],
-    memory: DeviceMemory | None,
-    cache_dir: Path | None,
-) -> RememberedPlan:
-    """Page counts by what the config gives, or by what the devices have left."""
-    given = _given_pages(setup, demands, memory)
-    if given is not None:
-        return RememberedPlan(given, 0)
-    assert memory is not None
+    cache_dir: Path,
+) -> PlanMemory:
+    """The plan of an earlier start like this one."""
+    largest = buckets.all()[-1]  # whose step needs most
     moved_bytes, copied_bytes = _moved_bytes(setup, demands), _copied_bytes(setup, demands)
-
-    def count_temporaries(step_bytes: int) -> int:
-        return max(step_bytes, copied_bytes) + moved_bytes
-
-    if cache_dir is None:
-        temporary_bytes = count_temporaries(estimate_temporaries(setup, buckets))
-        return fill_memory(demands, memory.free_bytes, temporary_bytes)
-    largest = buckets.all()[-1]  # whose step is measured
     key = (setup.model, limits, largest, setup.geometries, demands, setup.stack, moved_bytes)
     device = (jax.devices()[0].device_kind, setup.sharder.mesh.size)
     kernels = (setup.backend, setup.config.batch_invariant)
-    kept = PlanMemory(cache_dir, *key, copied_bytes, setup.dtype, *kernels, device, jax.__version__)
-    small = (PAGE_COUNT_STEP,) * len(setup.geometries)
-    return plan_pages(
-        kept,
-        demands,
-        memory.free_bytes,
-        lambda: count_temporaries(
-            make_programs(setup, limits, buckets, small)[1].measure_temporaries()
-        ),
-    )
+    return PlanMemory(cache_dir, *key, copied_bytes, setup.dtype, *kernels, device, jax.__version__)
+
+
+def _count_pages(
+    setup: ModelSetup,
+    buckets: BucketTable,
+    demands: tuple[PageDemand, ...],
+    memory: DeviceMemory | None,
+    kept: PlanMemory | None,
+    found: RememberedPlan | None,
+) -> tuple[RememberedPlan, bool]:
+    """Page counts by what the config gives, or by what the devices have left; if by an estimate."""
+    given = _given_pages(setup, demands, memory)
+    if given is not None:
+        return RememberedPlan(given, 0), False
+    assert memory is not None
+    if found is not None:
+        temporary_bytes = _with_copies(setup, demands, found.temporary_bytes)
+        known = RememberedPlan(found.num_pages, temporary_bytes)
+    else:
+        temporary_bytes = _with_copies(setup, demands, estimate_with_margin(setup, buckets))
+        known = kept.read() if kept is not None else None
+    is_known = known is not None and fits_memory(known, demands, memory.free_bytes)
+    plan = known if is_known else fill_memory(demands, memory.free_bytes, temporary_bytes)
+    assert plan is not None
+    if found is not None and kept is not None:
+        kept.write(plan)
+    return plan, found is None and not is_known
+
+
+def estimate_with_margin(setup: ModelSetup, buckets: BucketTable) -> int:
+    """Bytes of the largest step, so that few starts find that they need more."""
+    return int(ESTIMATE_MARGIN * estimate_temporaries(setup, buckets))
+
+
+def _with_copies(setup: ModelSetup, demands: tuple[PageDemand, ...], step_bytes: int) -> int:
+    """Temporaries of the largest program on one device, and pages on their way to the host."""
+    return max(step_bytes, _copied_bytes(setup, demands)) + _moved_bytes(setup, demands)
 
 
 def _moved_bytes(setup: ModelSetup, demands: tuple[PageDemand, ...]) -> int:

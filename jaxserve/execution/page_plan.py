@@ -1,12 +1,12 @@
 """How many pages each cache group gets of the memory that is left."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.errors import EngineConfigError
 from jaxserve.execution.limits import Limits
-from jaxserve.execution.memory_plan import RESERVED_BYTES, PlanMemory, RememberedPlan
+from jaxserve.execution.memory_plan import RESERVED_BYTES, RememberedPlan
 from jaxserve.scheduling.windows import count_pages_of_window
 from models.kv_cache import CacheGeometry, abstract_cache
 from models.sharding import Sharder, device_bytes
@@ -104,28 +104,12 @@ def pages_that_fit(available_bytes: int, demands: Sequence[PageDemand]) -> tuple
         settled |= {i: int(count) for i, count in beyond.items()}
 
 
-def plan_pages(
-    memory: PlanMemory,
-    demands: Sequence[PageDemand],
-    free_bytes: int,
-    measure_temporaries: Callable[[], int],
-) -> RememberedPlan:
-    """What an earlier start found out if that still fits, else a new plan, which is kept.
-
-    Args:
-      memory: of earlier starts.
-      demands: of the groups.
-      free_bytes: of the device that has the least.
-      measure_temporaries: gives the bytes of the largest step; it compiles, so it is asked last.
-    """
-    plan = memory.read()
-    if plan is not None and len(plan.num_pages) == len(demands):
-        page_bytes = count_page_bytes(demands, plan.num_pages)
-        if page_bytes + plan.temporary_bytes + RESERVED_BYTES <= free_bytes:
-            return plan
-    plan = fill_memory(demands, free_bytes, measure_temporaries())
-    memory.write(plan)
-    return plan
+def fits_memory(plan: RememberedPlan, demands: Sequence[PageDemand], free_bytes: int) -> bool:
+    """Whether pages, temporaries and reserve fit the bytes of the device that has the least."""
+    if len(plan.num_pages) != len(demands):
+        return False
+    page_bytes = count_page_bytes(demands, plan.num_pages)
+    return page_bytes + plan.temporary_bytes + RESERVED_BYTES <= free_bytes
 
 
 def fill_memory(

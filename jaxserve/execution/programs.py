@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -52,17 +52,15 @@ class ProgramClass(enum.Enum):
     """Decode on a GPU, of at most `MAX_FEW_ROWS` rows."""
     MANY_ROWS = enum.auto()
     """All else on a GPU."""
-    PLAN = enum.auto()
-    """Never runs; tells how much memory a program needs."""
 
 
 COMPILER_OPTIONS: dict[ProgramClass, Options] = {
     ProgramClass.ON_CPU: _ALWAYS,
     ProgramClass.FEW_ROWS: _ALWAYS,
     ProgramClass.MANY_ROWS: _LIBRARY_PRODUCTS,
-    ProgramClass.PLAN: _LIBRARY_PRODUCTS | {"xla_gpu_autotune_level": 0},
 }
 
+_STEP_KINDS = ("forward", "sample", "decode")
 ProgramKey = tuple[str, Bucket | PageChunk | int | None, SampleMode | None]
 
 
@@ -162,6 +160,7 @@ class ProgramTable:
         """
         start, counter = time.monotonic(), CompilationCounter()
         keys = [key for key in self.keys() if key not in self._programs]
+        previous = threading.stack_size(COMPILE_STACK_BYTES)
 
         def take(jobs: Iterable[Future[tuple[ProgramKey, Compiled | None]]]) -> None:
             for job in as_completed(jobs):
@@ -171,14 +170,17 @@ class ProgramTable:
                     if progress is not None:
                         progress(len(self._programs), len(keys))
 
-        only_store = contextlib.nullcontext() if store is None else store.without_xla_cache()
-        threads = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
-        with _deep_stacks(), only_store, threads as pool:
-            if store is not None:
-                take([pool.submit(self._load, key, store) for key in keys])
-            missing = [key for key in keys if key not in self._programs]
-            # Lowering in threads is slower: it holds the GIL. Compilation goes on meanwhile.
-            take([pool.submit(self._compile, k, self._lower(k), store) for k in missing])
+        try:
+            only_store = contextlib.nullcontext() if store is None else store.without_xla_cache()
+            threads = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
+            with only_store, threads as pool:
+                if store is not None:
+                    take([pool.submit(self._load, key, store) for key in keys])
+                missing = [key for key in keys if key not in self._programs]
+                # Lowering in threads is slower: it holds the GIL. Compilation goes on meanwhile.
+                take([pool.submit(self._compile, k, self._lower(k), store) for k in missing])
+        finally:
+            threading.stack_size(previous)
         logger.info(
             "%d programs ready in %.1f s: %d were kept whole, %d found in XLA's cache",
             len(keys),
@@ -187,17 +189,10 @@ class ProgramTable:
             counter.num_cache_hits,
         )
 
-    def measure_temporaries(self) -> int:
-        """Bytes that the largest step needs beside its arguments; compiles it."""
-        largest = self._buckets.all()[-1]
-        keys: list[ProgramKey] = [
-            ("forward", largest, None),
-            ("sample", largest.num_rows, SampleMode.FULL),
-        ]
-        plan = COMPILER_OPTIONS[_class_of(largest, is_plan=True)]
-        with _deep_stacks(), ThreadPoolExecutor(len(keys), thread_name_prefix="compile") as pool:
-            jobs = [pool.submit(self._lower(key).compile, plan) for key in keys]
-            return max(_temporary_bytes(job.result()) for job in jobs)
+    def temporary_bytes(self) -> int:
+        """Bytes on one device that the largest compiled step needs beside its arguments."""
+        of_steps = (p for key, p in self._programs.items() if key[0] in _STEP_KINDS)
+        return max(map(_temporary_bytes, of_steps), default=0)
 
     def _load(self, key: ProgramKey, store: ProgramStore) -> tuple[ProgramKey, Compiled | None]:
         return key, store.read(self._describe(key))
@@ -277,21 +272,9 @@ class ProgramTable:
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-@contextlib.contextmanager
-def _deep_stacks() -> Iterator[None]:
-    """Threads that start meanwhile have room for XLA's lowering."""
-    previous = threading.stack_size(COMPILE_STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(previous)
-
-
-def _class_of(shape: Bucket | PageChunk | int | None, *, is_plan: bool = False) -> ProgramClass:
+def _class_of(shape: Bucket | PageChunk | int | None) -> ProgramClass:
     if jax.default_backend() != "gpu":
         return ProgramClass.ON_CPU
-    if is_plan:
-        return ProgramClass.PLAN
     if isinstance(shape, Bucket) and shape.is_decode_only and shape.num_rows <= MAX_FEW_ROWS:
         return ProgramClass.FEW_ROWS
     return ProgramClass.MANY_ROWS

@@ -8,7 +8,7 @@ import pytest
 from jaxserve import engine_builder
 from jaxserve.config import EngineConfig
 from jaxserve.engine_builder import BuiltEngine, build_engine
-from jaxserve.execution import memory_plan
+from jaxserve.execution import engine_plan, memory_plan
 from jaxserve.execution.memory_plan import RESERVED_BYTES
 from jaxserve.execution.programs import ProgramTable
 from jaxserve.plan_report import PlanReport, report_plan
@@ -20,24 +20,26 @@ class SimulatedGPU:
 
     Attributes:
       free_bytes: what the device tells.
-      num_measurements: how often the largest step was measured.
+      num_compilations: how often all programs were compiled.
+      temporary_bytes: what the largest program is found to need.
+      estimated_bytes: what is expected of it.
     """
 
-    temporary_bytes = 3_000_000
+    temporary_bytes = estimated_bytes = 3_000_000
     page_bytes = 16 * 2 * 2 * 2 * 64 * 4  # of llama_gqa in float32
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        self.free_bytes, self.num_measurements = 0, 0
+        self.free_bytes, self.num_compilations = 0, 0
         limit = 1 << 40
         tell = lambda _: (self.free_bytes, limit)  # noqa: E731
         monkeypatch.setattr(memory_plan, "free_device_bytes", tell)
         monkeypatch.setattr(engine_builder, "configure_jax", lambda **_: folder)
-        monkeypatch.setattr(ProgramTable, "compile_all", lambda *_, **__: 0.0)
-        monkeypatch.setattr(ProgramTable, "measure_temporaries", self._measure)
+        monkeypatch.setattr(ProgramTable, "compile_all", self._compile)
+        monkeypatch.setattr(ProgramTable, "temporary_bytes", lambda _: self.temporary_bytes)
+        monkeypatch.setattr(engine_plan, "estimate_with_margin", lambda *_: self.estimated_bytes)
 
-    def _measure(self, *_: object) -> int:
-        self.num_measurements += 1
-        return self.temporary_bytes
+    def _compile(self, *_: object, **__: object) -> None:
+        self.num_compilations += 1
 
     def start(self, room_in_pages: float, **settings: Any) -> BuiltEngine:
         """Start with room for so many pages beside weights, temporaries and reserve."""

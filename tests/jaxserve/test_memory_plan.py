@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,42 +149,65 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulatedGPU:
     return SimulatedGPU(tmp_path, monkeypatch)
 
 
-def test_a_first_start_measures_and_a_restart_remembers(gpu: SimulatedGPU) -> None:
+def test_a_first_start_estimates_and_a_restart_remembers(gpu: SimulatedGPU) -> None:
     first = gpu.start(2.9 * PAGE_COUNT_STEP)
     assert first.bill.num_pages == (2 * PAGE_COUNT_STEP,)
     assert first.bill.temporary_bytes == gpu.temporary_bytes
-    assert gpu.num_measurements == 1
     pools = first.engine.scheduler._roster.page_pools
     assert [pool.num_pages for pool in pools] == [2 * PAGE_COUNT_STEP]
-    # A little less or more memory is left: the page count, and so the programs, stay.
+    # A little less or more memory is left, and another estimate: the programs stay.
+    gpu.estimated_bytes += 2 * PAGE_COUNT_STEP * gpu.page_bytes
     for room in (2.0, 3.5):
         again = gpu.start(room * PAGE_COUNT_STEP)
         assert again.bill.num_pages == (2 * PAGE_COUNT_STEP,)
         assert again.bill.temporary_bytes == gpu.temporary_bytes
-    assert gpu.num_measurements == 1
+    assert gpu.num_compilations == 3
+
+
+def test_a_step_that_needs_more_than_was_estimated_leaves_fewer_pages(gpu: SimulatedGPU) -> None:
+    gpu.temporary_bytes = 4 * PAGE_COUNT_STEP * gpu.page_bytes
+    gpu.estimated_bytes = gpu.temporary_bytes // 2
+    first = gpu.start(1.5 * PAGE_COUNT_STEP)
+    assert first.bill.num_pages == (PAGE_COUNT_STEP,)
+    assert first.bill.temporary_bytes == gpu.temporary_bytes and first.bill.left_bytes is not None
+    assert first.bill.left_bytes >= 0
+    assert gpu.num_compilations == 2
+    assert gpu.start(1.5 * PAGE_COUNT_STEP).bill == first.bill
+    assert gpu.num_compilations == 3
+
+
+def test_a_step_that_needs_less_keeps_the_pages_that_were_compiled_for(gpu: SimulatedGPU) -> None:
+    gpu.estimated_bytes = gpu.temporary_bytes + PAGE_COUNT_STEP * gpu.page_bytes
+    first = gpu.start(2.5 * PAGE_COUNT_STEP)
+    assert first.bill.num_pages == (PAGE_COUNT_STEP,)
+    assert first.bill.temporary_bytes == gpu.temporary_bytes
+    assert gpu.start(2.5 * PAGE_COUNT_STEP).bill == first.bill
+    assert gpu.num_compilations == 2
 
 
 def test_a_remembered_plan_that_no_longer_fits_is_made_anew(gpu: SimulatedGPU) -> None:
     gpu.start(2.5 * PAGE_COUNT_STEP)
     smaller = gpu.start(1.9 * PAGE_COUNT_STEP)
     assert smaller.bill.num_pages == (PAGE_COUNT_STEP,)
-    assert gpu.num_measurements == 2
+    gpu.estimated_bytes *= 100
     assert gpu.start(1.9 * PAGE_COUNT_STEP).bill.num_pages == (PAGE_COUNT_STEP,)
-    assert gpu.num_measurements == 2
 
 
-def test_another_config_has_a_plan_of_its_own(gpu: SimulatedGPU) -> None:
+@pytest.mark.parametrize(
+    ("settings", "is_remembered"),
+    [
+        ({"max_num_seqs": 4}, False),
+        ({"block_size": 32}, False),
+        ({"row_buckets": (4,)}, True),
+        ({"num_scheduler_steps": 4}, True),
+    ],
+)
+def test_only_what_changes_the_largest_step_has_a_plan_of_its_own(
+    gpu: SimulatedGPU, settings: dict[str, Any], is_remembered: bool
+) -> None:
     gpu.start(1.5 * PAGE_COUNT_STEP)
-    gpu.start(1.5 * PAGE_COUNT_STEP, max_num_seqs=4)
-    gpu.start(1.5 * PAGE_COUNT_STEP, block_size=32)
-    assert gpu.num_measurements == 3
-
-
-def test_small_buckets_and_the_steps_of_a_dispatch_leave_the_plan_as_it_is(gpu) -> None:
-    gpu.start(1.5 * PAGE_COUNT_STEP)
-    gpu.start(1.5 * PAGE_COUNT_STEP, row_buckets=(4,))
-    gpu.start(1.5 * PAGE_COUNT_STEP, num_scheduler_steps=4)
-    assert gpu.num_measurements == 1
+    report = gpu.report(1.5 * PAGE_COUNT_STEP, 10**9, **settings)
+    assert report.plan.is_estimated is not is_remembered
 
 
 def test_page_counts_that_are_given_are_taken_without_measuring(gpu: SimulatedGPU) -> None:
@@ -191,7 +215,7 @@ def test_page_counts_that_are_given_are_taken_without_measuring(gpu: SimulatedGP
     assert by_count.bill.num_pages == (78,)
     by_bytes = gpu.start(9 * PAGE_COUNT_STEP, kv_cache_memory_bytes=99 * gpu.page_bytes)
     assert by_bytes.bill.num_pages == (99,)
-    assert gpu.num_measurements == 0
+    assert gpu.num_compilations == 2
 
 
 def test_memory_that_holds_no_pages_is_refused(gpu: SimulatedGPU) -> None:

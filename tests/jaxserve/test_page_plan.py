@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -12,14 +11,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.errors import EngineConfigError
 from jaxserve.execution.limits import Limits
-from jaxserve.execution.memory_plan import RESERVED_BYTES, PlanMemory, RememberedPlan
+from jaxserve.execution.memory_plan import RESERVED_BYTES, RememberedPlan
 from jaxserve.execution.page_plan import (
     PAGE_COUNT_STEP,
     PageDemand,
     count_page_bytes,
+    fill_memory,
+    fits_memory,
     make_demands,
     pages_that_fit,
-    plan_pages,
 )
 from models.kv_cache import CacheGeometry
 from models.sharding import MESH_AXES, Sharder, make_mesh
@@ -127,11 +127,11 @@ def test_bytes_of_a_page_are_those_that_one_device_holds(num_devices: int, expec
     assert demand.bytes_per_page == expected
 
 
-def test_a_plan_of_other_groups_or_too_many_bytes_is_made_anew(tmp_path: Path) -> None:
-    memory, demands = PlanMemory(tmp_path, "key"), [FULL, FULL]
-    room = RESERVED_BYTES + 1000
-    for remembered, is_kept in [((10, 10), True), ((10, 11), False), ((10,), False)]:
-        memory.write(RememberedPlan(remembered, 1000))
-        plan = plan_pages(memory, demands, room + 20 * PAGE_BYTES, lambda: 1000 + PAGE_BYTES)
-        expected = RememberedPlan(remembered, 1000) if is_kept else None
-        assert plan == (expected or RememberedPlan((9, 9), 1000 + PAGE_BYTES)) == memory.read()
+def test_a_plan_fits_with_its_temporaries_and_the_reserve_or_not() -> None:
+    demands = demands_of(GEOMETRY, replace(GEOMETRY, sliding_window=64))
+    room = RESERVED_BYTES + 1000 + 20 * PAGE_BYTES
+    assert fits_memory(RememberedPlan((10, 10), 1000), demands, room)
+    assert not fits_memory(RememberedPlan((10, 10), 1001), demands, room)
+    assert not fits_memory(RememberedPlan((10, 11), 1000), demands, room)
+    assert not fits_memory(RememberedPlan((10,), 1000), demands, room)
+    assert fill_memory(demands[:1], room, 1000) == RememberedPlan((20,), 1000)

@@ -70,17 +70,18 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulatedGPU:
     return SimulatedGPU(tmp_path, monkeypatch)
 
 
-def test_weights_that_are_not_there_are_counted_and_a_start_finds_the_plan(gpu) -> None:
+def test_weights_that_are_not_there_are_counted_and_a_start_decides_the_same(gpu) -> None:
     weight_bytes = plan_of(dtype="float32").plan.bill.weight_bytes
     assert weight_bytes > 100_000
     report = gpu.report(2.9 * PAGE_COUNT_STEP, weight_bytes)
-    assert (report.temporaries, gpu.num_measurements) == ("compiled", 1)
+    assert (report.temporaries, gpu.num_compilations) == ("estimated", 0)
     built = gpu.start(2.9 * PAGE_COUNT_STEP)
     assert report.plan.bill == built.bill and report.plan.limits == built.limits
     assert report.plan.bill.num_pages == (2 * PAGE_COUNT_STEP,)
     room_bytes = int(2.9 * PAGE_COUNT_STEP * gpu.page_bytes)
     assert report.plan.bill.left_bytes == room_bytes - report.plan.bill.page_bytes
-    assert gpu.num_measurements == 1
+    assert gpu.report(2.9 * PAGE_COUNT_STEP, weight_bytes).temporaries == "compiled"
+    assert gpu.num_compilations == 1
 
 
 def test_a_start_takes_the_length_that_the_pages_hold(gpu) -> None:
@@ -98,12 +99,10 @@ def test_weights_larger_than_the_memory_are_refused(gpu) -> None:
 def test_pages_on_their_way_to_the_host_count_among_the_temporaries(gpu) -> None:
     weight_bytes = plan_of(dtype="float32").plan.bill.weight_bytes
     room, moved_bytes = 2.9 * PAGE_COUNT_STEP + MAX_DEVICE_PAGES, MAX_DEVICE_PAGES * gpu.page_bytes
-    for _ in range(2):
-        bill = gpu.report(room, weight_bytes, kv_offloading_size=0.25).plan.bill
-        assert bill.num_pages == (2 * PAGE_COUNT_STEP,)
-        assert bill.temporary_bytes == gpu.temporary_bytes + moved_bytes
-        assert (bill.num_host_pages, bill.host_page_bytes) == (2**28 // gpu.page_bytes, 2**28)
-        assert gpu.num_measurements == 1, "the second start remembers"
+    bill = gpu.report(room, weight_bytes, kv_offloading_size=0.25).plan.bill
+    assert bill.num_pages == (2 * PAGE_COUNT_STEP,)
+    assert bill.temporary_bytes == gpu.temporary_bytes + moved_bytes
+    assert (bill.num_host_pages, bill.host_page_bytes) == (2**28 // gpu.page_bytes, 2**28)
     assert gpu.report(room, weight_bytes).plan.bill.temporary_bytes == gpu.temporary_bytes
     with_tier, without = (
         plan_of(dtype="float32", kv_offloading_size=size).plan.bill for size in (0.25, None)
