@@ -78,7 +78,8 @@ class EngineConfig(LoadingConfig):
     max_steps_in_flight: int = flag(2, "steps dispatched before the first is read", "scheduler")
     num_scheduler_steps: int | None = flag(
         None,
-        "decode steps that the device runs by itself while few sequences run and none waits",
+        "decode steps that the device runs by itself while few sequences run and none waits; "
+        "chosen by the model's size if not given",
         "scheduler",
     )
     scheduling_policy: str = flag(

@@ -62,7 +62,7 @@ class Request:
 
     @property
     def takes_several_tokens(self) -> bool:
-        """Whether one step of the device may sample several of its tokens."""
+        """Whether one step may sample several of its tokens: if `SampleMode.is_fused` for all."""
         params = self.sampling_params
         return params.logprobs is None and not params.min_tokens
 

@@ -108,11 +108,7 @@ class Attention(nnx.Module):
             batch.is_decode_only
             and self.kernels.fuses_few_rows
             and few_rows.fits_attention(
-                qkv,
-                group.k_pages,
-                batch.page_tables[self.cache_group],
-                rotary_dim,
-                group.geometry.sliding_window,
+                qkv, batch.page_tables[self.cache_group], rotary_dim, group.geometry
             )
         )
 
@@ -131,7 +127,12 @@ class Attention(nnx.Module):
         batch: ForwardBatch,
         angles: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, CacheGroup]:
-        """A sum of [T, K, G + 2, H] to queries [T, N, stored_head_dim], and the cache with k, v."""
+        """Put keys and values of a sum of [T, K, G + 2, H] into the cache.
+
+        Returns:
+          What `write` makes of the queries, [T, N, stored_head_dim]: rotated, or attended already
+          where it is given `few_rows.attention`. And the cache group with the keys and values.
+        """
         norm, bias = self.q_norm, self.qkv_proj.bias
         q, k_pages, v_pages = write(
             qkv,

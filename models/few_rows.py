@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models.kv_cache import CacheGeometry
 from models.layer_slice import LayerSlice
 from pallas_kernels.attention import one_row_attention
 from pallas_kernels.fused.fused_inputs import Activation
 from pallas_kernels.products import gate_product, norm_product
 
 MAX_FUSED_ROWS = 1
-"""Up to so many rows, since every thread block makes the norm of each."""
+"""Up to so many rows: every thread block of a product makes the norm or the gate of each, which
+pays for more of them only in small models (docs/performance.md). Attention goes with products."""
 MAX_FUSED_CONTEXT = 2048
 """Tokens up to which one kernel writes and attends; two are faster with more of them."""
 MAX_FUSED_BYTES = 256 << 20
@@ -67,23 +69,30 @@ def multiply_gated(gate_up: jax.Array, weight: LayerSlice, *, activation: Activa
     return gate_product.gate_product(flat, weight.stack, weight.layer, activation=activation)
 
 
-def fits_attention(
-    qkv: jax.Array,
-    k_pages: jax.Array,
-    page_table: jax.Array,
-    rotary_dim: int,
-    sliding_window: int | None,
+def fits_heads(
+    num_query_heads: int, head_dim: int, rotary_dim: int, geometry: CacheGeometry
 ) -> bool:
-    """Whether `attention` takes a sum of [T, K, G + 2, H], one token a row, and these pages."""
-    rows, _, heads, head_dim = qkv.shape[-4:]
-    page_size, _, stored = k_pages.shape[2:]
-    context = page_table.shape[1] * page_size
-    if sliding_window is not None:
-        context = min(context, sliding_window)
-    is_small = rows <= MAX_FUSED_ROWS and context <= MAX_FUSED_CONTEXT
-    return is_small and one_row_attention.fits_rotary_decode(
-        heads - 2, head_dim, rotary_dim, stored, page_size, k_pages.dtype
+    """Whether `attention` takes so many query heads a KV head, of few rows and short contexts."""
+    return one_row_attention.fits_rotary_decode(
+        num_query_heads,
+        head_dim,
+        rotary_dim,
+        geometry.stored_head_dim,
+        geometry.page_size,
+        geometry.dtype,
     )
+
+
+def fits_attention(
+    qkv: jax.Array, page_table: jax.Array, rotary_dim: int, geometry: CacheGeometry
+) -> bool:
+    """Whether `attention` takes a sum of [T, K, G + 2, H], one token a row, and such pages."""
+    rows, _, heads, head_dim = qkv.shape[-4:]
+    context = page_table.shape[1] * geometry.page_size
+    if geometry.sliding_window is not None:
+        context = min(context, geometry.sliding_window)
+    is_small = rows <= MAX_FUSED_ROWS and context <= MAX_FUSED_CONTEXT
+    return is_small and fits_heads(heads - 2, head_dim, rotary_dim, geometry)
 
 
 def attention(page_table: jax.Array, seq_lens: jax.Array, **options: Any) -> Callable[..., Any]:

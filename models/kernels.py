@@ -48,8 +48,9 @@ class ModelKernels:
       gated_activation: a sum of [T, 2, F] to [T, F].
       product: `(x, weight, num_in_dims)` to a sum.
       fuses_few_rows: products of few rows begin with the norm or the gate before them, and their
-        attention with `rotary_write`. Only where `product` may give a row other bits than it has
-        among many rows.
+        attention with `rotary_write`, which then takes `run=`, a function in place of its kernel
+        (`write_rotated`). Only where `product` may give a row other bits than it has among many
+        rows.
       gated_up: `(x, weight, activation=)` to [T, F] in x's dtype: the gated activation of the
         product of x [T, D] and a weight [D, 2, F]; None = no kernel does both.
     """

@@ -40,7 +40,8 @@ class BucketTable:
       num_scheduler_steps: W of programs that run several decode steps; 1 = there are none.
       multi_step_rows: the row buckets up to it have such a program, too.
       short_context: the row buckets up to `short_context_rows` have a program more for sequences of
-        at most so many tokens; it runs all steps that one dispatch can.
+        at most so many tokens. It runs all steps that one dispatch can: the last few tokens, which
+        come one by one, take the program for any context.
       short_context_rows: see above; 0 = there are none.
     """
 
@@ -51,6 +52,13 @@ class BucketTable:
     multi_step_rows: int = 0
     short_context: int = 0
     short_context_rows: int = 0
+
+    @property
+    def most_multi_rows(self) -> int:
+        """Rows that a program of several decode steps takes at most; 0 = there is none."""
+        if self.num_scheduler_steps == 1:
+            return 0
+        return max((S for S in self.row_buckets if S <= self.multi_step_rows), default=0)
 
     def all(self) -> tuple[Bucket, ...]:
         """Every bucket, the cheap ones first."""
@@ -64,13 +72,6 @@ class BucketTable:
         ]
         mixed = [Bucket(T, S, False) for T in self.token_buckets for S in self._rows_of(T)]
         return tuple(decode + several + short + mixed)
-
-    @property
-    def most_multi_rows(self) -> int:
-        """Rows that a program of several decode steps takes at most; 0 = there is none."""
-        if self.num_scheduler_steps == 1:
-            return 0
-        return max((S for S in self.row_buckets if S <= self.multi_step_rows), default=0)
 
     def select(
         self,
@@ -160,8 +161,11 @@ def make_bucket_table(
         row_buckets = [*small_row_buckets, 32, *range(64, 513, 64), *range(640, largest_rows, 128)]
     if token_buckets is None:
         token_buckets = _powers_of_two(128, max_num_batched_tokens)
+    row_buckets = _closed(row_buckets, largest_rows)
+    if row_buckets[0] > multi_step_rows:
+        num_scheduler_steps = 1
     return BucketTable(
-        row_buckets=_closed(row_buckets, largest_rows),
+        row_buckets=row_buckets,
         token_buckets=_closed(token_buckets, max(max_num_batched_tokens, largest_rows)),
         mixed_row_buckets=_closed((mixed_row_bucket,), largest_rows),
         num_scheduler_steps=num_scheduler_steps,

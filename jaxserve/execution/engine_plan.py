@@ -106,6 +106,7 @@ def plan_engine(
         limits,
         is_gpu=setup.is_gpu,
         fuses_few_rows=setup.fuses_few_rows,
+        fuses_attention=setup.fuses_attention,
         num_scheduler_steps=setup.num_scheduler_steps,
         multi_step_rows=setup.multi_step_rows,
     )

@@ -1,5 +1,6 @@
 """Limits: the sizes that an engine gets where its config leaves them open."""
 
+import logging
 from dataclasses import dataclass
 
 from jaxserve.config import EngineConfig
@@ -7,6 +8,8 @@ from jaxserve.errors import EngineConfigError
 from jaxserve.execution.buckets import BucketTable, make_bucket_table
 from models.config import ModelConfig
 from models.few_rows import MAX_FUSED_CONTEXT, MAX_FUSED_ROWS
+
+logger = logging.getLogger(__name__)
 
 SMALL_GPU_ROW_BUCKETS = (8,)
 """XLA's products of fewer rows are slower than those of eight (measured on an H200)."""
@@ -66,6 +69,7 @@ def choose_buckets(
     *,
     is_gpu: bool,
     fuses_few_rows: bool,
+    fuses_attention: bool = False,
     num_scheduler_steps: int = 1,
     multi_step_rows: int = 0,
 ) -> BucketTable:
@@ -75,7 +79,8 @@ def choose_buckets(
       config: the settings.
       limits: the sizes.
       is_gpu: whether the device is one.
-      fuses_few_rows: see `ModelKernels`.
+      fuses_few_rows: see `ModelSetup`.
+      fuses_attention: likewise.
       num_scheduler_steps: decode steps that one program of few rows runs.
       multi_step_rows: how many those are.
     """
@@ -83,8 +88,8 @@ def choose_buckets(
     if not is_gpu:
         row_buckets, token_buckets = row_buckets or (1,), token_buckets or (8, 64)
     small = SMALL_FUSED_ROW_BUCKETS if fuses_few_rows else SMALL_GPU_ROW_BUCKETS
-    has_long = fuses_few_rows and limits.max_model_len > MAX_FUSED_CONTEXT
-    return make_bucket_table(
+    has_long = fuses_attention and limits.max_model_len > MAX_FUSED_CONTEXT
+    table = make_bucket_table(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         small_row_buckets=small if is_gpu else (1,),
@@ -96,6 +101,14 @@ def choose_buckets(
         short_context=MAX_FUSED_CONTEXT if has_long else 0,
         short_context_rows=MAX_FUSED_ROWS if has_long else 0,
     )
+    if (config.num_scheduler_steps or 1) > table.num_scheduler_steps:
+        logger.warning(
+            "num_scheduler_steps needs a row bucket of at most %d rows; got %s, so that each step "
+            "is a dispatch of its own",
+            multi_step_rows,
+            table.row_buckets,
+        )
+    return table
 
 
 def _device_defaults(is_gpu: bool, device_bytes: int) -> tuple[int, int]:

@@ -104,13 +104,13 @@ class ModelRunner:
         result = np.asarray(handle.result)[: batch.num_rows]
         width = batch.bucket.num_steps
         columns = result[:, : width * RESULT_COLUMNS].reshape(-1, width, RESULT_COLUMNS)
-        tokens, num_new, is_finite = columns[..., 0], columns[..., 1], columns[..., 2]
+        tokens, num_new, is_finite = columns[..., 0], columns[..., 1], columns[..., 2] != 0
+        if width > 1:
+            is_finite |= num_new == 0  # what a row computes behind its end does not count
         return StepResult(
             tokens=tokens,
             num_new=num_new.sum(axis=1),
-            is_finite=((is_finite != 0) | (num_new == 0)).all(axis=1)
-            if width > 1
-            else is_finite[:, 0] != 0,
+            is_finite=is_finite.all(axis=1),
             logprobs=_read_logprobs(result, batch.num_logprobs),
         )
 

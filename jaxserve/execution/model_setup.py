@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
+from models import few_rows
 from models.config import ModelConfig
 from models.invariant_kernels import invariance_refusal, invariant_kernels
 from models.kernels import ModelKernels, model_kernels
@@ -26,7 +27,8 @@ MAX_CHOSEN_STEPS = 8
 OFFLINE_MULTI_STEP_ROWS, SERVER_MULTI_STEP_ROWS = 64, 8
 """Rows up to which several steps are one dispatch: a small model waits for the host there."""
 MAX_DISPATCH_SECONDS = 4e-3
-"""What a new request may wait for a step that has just begun, on a server."""
+"""What a new request may wait for a dispatch that has just begun, on a server with few tokens in
+its cache; there may be another one behind it."""
 GPU_BYTES_PER_SECOND, GPU_STEP_SECONDS = 4.3e12, 5e-4
 """An H200's memory, and what a step of one row takes beside reading the weights (2026-11-30)."""
 
@@ -47,8 +49,9 @@ class ModelSetup:
       geometries: of the cache groups.
       is_gpu: whether the devices are GPUs.
       fuses_few_rows: whether one row has kernels of its own; see `ModelKernels`.
+      fuses_attention: whether they include one for its attention, of short contexts.
       num_scheduler_steps: decode steps that one program of few rows runs.
-      multi_step_rows: how many those are.
+      multi_step_rows: most rows of such a program.
     """
 
     config: EngineConfig
@@ -62,6 +65,7 @@ class ModelSetup:
     geometries: tuple[CacheGeometry, ...]
     is_gpu: bool
     fuses_few_rows: bool
+    fuses_attention: bool
     num_scheduler_steps: int
     multi_step_rows: int
 
@@ -117,6 +121,7 @@ class ModelSetup:
             refusal = invariance_refusal(model, dtype, geometries[0].stored_head_dim)
             if refusal is not None:
                 raise EngineConfigError(f"a model that runs with batch_invariant {refusal}")
+        fuses_few_rows = kernels.fuses_few_rows and dtype != "float32"
         try:
             layout.abstract(sharder)
             abstract_cache(geometries, (2,) * len(geometries), sharder)
@@ -133,7 +138,14 @@ class ModelSetup:
             layout=layout,
             geometries=geometries,
             is_gpu=is_gpu,
-            fuses_few_rows=kernels.fuses_few_rows and dtype != "float32",
+            fuses_few_rows=fuses_few_rows,
+            fuses_attention=fuses_few_rows
+            and few_rows.fits_heads(
+                shared_model.num_query_heads_per_kv_head,
+                shared_model.head_dim,
+                shared_model.rotary_dim,
+                geometries[0],
+            ),
             num_scheduler_steps=config.num_scheduler_steps
             or _choose_scheduler_steps(layout, sharder, is_gpu=is_gpu, is_offline=is_offline),
             multi_step_rows=OFFLINE_MULTI_STEP_ROWS if is_offline else SERVER_MULTI_STEP_ROWS,

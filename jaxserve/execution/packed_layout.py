@@ -98,6 +98,8 @@ def step_layout(bucket: Bucket, *, num_groups: int, page_size: int) -> PackedLay
     admission from elsewhere goes by `admission_layout`.
     """
     T, S, W = bucket.num_tokens, bucket.num_rows, bucket.num_steps
+    if page_size < W:
+        raise ValueError(f"steps of a program must be at most {page_size}, a page; got {W}")
     if bucket.is_decode_only:
         return PackedLayout(S, 0, num_groups, S, 0, W, -(-bucket.max_context // page_size))
     return PackedLayout(S, T, num_groups, S + T // page_size, min(S, MAX_IN_STEP_ADMISSIONS))

@@ -21,7 +21,7 @@ class SchedulerConfig:
         no limit.
       max_decode_row_tokens: tokens that a decode row computes and samples in one step at most; the
         W of the step's results. More than 1 only in steps that `StepBuilder` says.
-      max_multi_token_rows: rows of a step whose rows take several tokens.
+      max_multi_token_rows: most rows of a step whose rows take several tokens.
       watermark: share of the pages, in [0, 1), that an admission leaves free while other
         sequences run.
       max_queue_seconds: a sequence that has not been scheduled so long after its arrival ends; None

@@ -105,8 +105,9 @@ class SequenceOrder:
             shape, start_seconds = self._started.pop(output)
             start_seconds = max(start_seconds, self._last_end)
             self._last_end = self._clock()
-            decode_only = output.num_decode_rows == len(output.rows)
-            num_steps = max(r.num_scheduled_tokens for r in output.rows) if decode_only else 1
+            of_decode_rows = output.rows[: output.num_decode_rows]
+            takes_several = any(row.num_scheduled_tokens > 1 for row in of_decode_rows)
+            num_steps = self._config.max_decode_row_tokens if takes_several else 1
             self.costs.observe_step(shape, self._last_end - start_seconds, num_steps)
 
     def drop_step(self, output: SchedulerOutput) -> None:

@@ -122,7 +122,8 @@ class Scheduler(SchedulerFacts):
         """Take in the tokens of the oldest step in flight.
 
         Tokens after the end of a sequence are dropped. A row that is not finite, or that samples
-        nothing though its sequence runs, ends its sequence with an error and no other.
+        nothing though its sequence runs, ends its sequence with an error and no other; of several
+        tokens in such a row none is taken.
 
         Returns:
           One update for each sequence that got tokens or ended, in the order of the rows.
@@ -156,11 +157,15 @@ class Scheduler(SchedulerFacts):
             sequence = row.sequence
             sequence.num_steps_in_flight -= 1
             sequence.num_pending_tokens -= room
+            num_filled = 0
             if is_finite:
                 num_written = count if row.is_decode else row.num_scheduled_tokens
                 end = row.start + num_written
                 if end % page_step < num_written:  # else it fills no page
-                    roster.prefixes.remember(sequence, end)
+                    if count > 1 and sequence.finish_reason is None:
+                        num_filled = end  # not all of these tokens are known yet
+                    else:
+                        roster.prefixes.remember(sequence, end)
                 if row.can_sample and not row.is_decode:
                     roster.prefixes.finish_prompt(sequence, end)
             if sequence.finish_reason is None:
@@ -170,7 +175,7 @@ class Scheduler(SchedulerFacts):
                     sequence.num_computed_tokens -= room - count
                     if count < width:
                         new_tokens = new_tokens[:count]
-                    updates.append(_accept(roster, sequence, new_tokens, entries))
+                    updates.append(_accept(roster, sequence, new_tokens, entries, num_filled))
                 elif row.can_sample:
                     updates.append(_end_with_error(roster, sequence, _NO_TOKENS))
             if sequence.status is SequenceStatus.LEAVING:
@@ -304,9 +309,20 @@ def _accept(
     sequence: Sequence,
     tokens: tuple[int, ...],
     logprobs: tuple[TokenLogprobs, ...] | None,
+    num_filled: int,
 ) -> SequenceUpdate:
-    """Append sampled tokens to a sequence, and end it where it ends."""
+    """Append sampled tokens to a sequence, and end it where it ends.
+
+    Args:
+      roster: of the sequence.
+      sequence: which runs.
+      tokens: sampled.
+      logprobs: theirs.
+      num_filled: leading tokens whose pages are to be remembered, now that all of them are known.
+    """
     kept, ending = append_tokens(sequence, tokens)
+    if num_filled:
+        roster.prefixes.remember(sequence, num_filled)
     if ending is not None:
         roster.end(sequence, *ending)
     return _make_update(sequence, kept, logprobs)

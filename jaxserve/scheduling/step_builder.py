@@ -58,10 +58,11 @@ class StepBuilder:
     a page that both need. That one runs, so by the above it computes the page, or leaves. A page
     that would have to be copied is done without where there is no room for it beside its copy.
 
-    **Several tokens a row.** Where every sequence that runs decodes, they are few, and nobody
-    waits, a step may take up to `max_decode_row_tokens` of each: the device goes through as many
-    decode steps by itself, and the host has to start only one. Sequences that ask for
-    log-probabilities or `min_tokens` take one token a step, and all others with them.
+    **Several tokens a row.** Where every sequence that runs decodes, they are few, there are pages
+    for all, and nobody waits, a step may take up to `max_decode_row_tokens` of each: the device
+    goes through as many decode steps by itself, and the host has to start only one. Sequences that
+    ask for log-probabilities or `min_tokens` take one token a step, and all others with them. So
+    such a step preempts no one, and it admits no one.
     """
 
     def __init__(self, config: SchedulerConfig, roster: Roster, max_num_tokens: int):
@@ -107,6 +108,7 @@ class StepBuilder:
         roster, rows, prompts = self._roster, self._decode_rows, self._prompts
         no_pages, page_step = roster.no_pages, roster.page_step
         width = self._decode_width()
+        self._can_admit_more = width == 1
         num_tokens = 0
         for index, sequence in enumerate(roster.running):  # what is preempted leaves it at its end
             start = sequence.num_computed_tokens
@@ -153,6 +155,9 @@ class StepBuilder:
             or len(running) * width > self._max_num_tokens
         ):
             return 1
+        for pool in self._roster.page_pools:
+            if pool.num_free < len(running) * -(-width // pool.page_size):
+                return 1
         num_left = 0
         for sequence in running:
             start = sequence.num_computed_tokens

@@ -25,9 +25,7 @@ class TokenLimit:
     def __init__(self, config: SchedulerConfig):
         """Start at the full budget."""
         self._most = self.now = config.max_num_batched_tokens
-        self._least = max(
-            min(config.token_buckets[0], config.row_buckets[0]), config.max_decode_row_tokens
-        )
+        self._least = min(config.token_buckets[0], config.row_buckets[0])
         self._num_successes = self._num_smallest_failures = 0
 
     def lower(self, num_tokens: int) -> bool:

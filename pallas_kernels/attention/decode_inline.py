@@ -1,4 +1,4 @@
-"""What the decode kernel says in Mosaic GPU itself, because Pallas has no word for it.
+"""What decode kernels and products say in Mosaic GPU itself, since Pallas has no word for it.
 
 Interpret mode cannot run such code, so each function also has its plain meaning.
 """

@@ -138,7 +138,7 @@ def plan_decode(
     return DecodePlan(
         segments=segments,
         shares=_list_shares(segments, begins, cuts.shares),
-        counters=_zero_counters(seq_lens, num_kv_heads),
+        counters=zero_counters(seq_lens, num_kv_heads),
         block_tokens=block,
         sliding_window=sliding_window,
         split_tokens=split_tokens,
@@ -146,8 +146,11 @@ def plan_decode(
     )
 
 
-def _zero_counters(seq_lens: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Zeros that XLA cannot take for a constant, since the kernel counts in their memory."""
+def zero_counters(seq_lens: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Zeros [S, K] that XLA cannot take for a constant, since a kernel counts in their memory.
+
+    It leaves them as they were, so all layers of a step count in the same.
+    """
     return jnp.broadcast_to(jnp.minimum(seq_lens, 0)[:, None], (seq_lens.size, num_kv_heads))
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.attention.decode_plan import zero_counters
 from pallas_kernels.attention.mosaic_attention import PAGE_SIZES, STORED_HEAD_DIMS
 from pallas_kernels.attention.one_row_block import Sizes
 from pallas_kernels.attention.one_row_kernel import run_block
@@ -29,9 +30,14 @@ make_kernels_cacheable()
 
 MAX_GROUP = 8
 """Query heads a KV head: their sums stay in registers."""
+MAX_GROUP_NUMBERS = 1024
+"""Query heads times their stored head dim, Hs. With tiles of TILE keys, a thread has registers for
+16 numbers of query and sum and Hs / 32 logits a head, and Hs / 2 for the tiles ahead. So counted, 8
+heads of 128 or 4 of 256 take 224 of its 255, and 8 of 256 more than there are."""
 TILE_TOKENS = (16, 32, 64)
 TILE = 32  # of 8 query heads and two tiles ahead, the most that registers hold
 MAX_CLUSTER_BLOCKS = 8  # that every GPU with clusters takes
+LONE_ROUNDS = 2  # tiles a block up to which meeting one more cluster costs more than it gains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ class OneRowTuning:
       tile_tokens: keys that a thread block loads at a time.
       cluster_blocks: thread blocks that meet in shared memory; 1 = none do.
       clusters: of one KV head of one row, at most.
-      lone_rounds: up to so many tiles a block, one cluster works alone.
+      lone_rounds: tiles a block that the working clusters must have before another one joins.
     """
 
     tile_tokens: int
@@ -185,6 +191,7 @@ def fits_rotary_decode(
     """Whether the kernel takes heads and pages of these sizes."""
     return (
         group <= MAX_GROUP
+        and group * stored <= MAX_GROUP_NUMBERS
         and stored in STORED_HEAD_DIMS
         and page_size in PAGE_SIZES
         and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
@@ -193,14 +200,17 @@ def fits_rotary_decode(
 
 
 def choose_one_row_tuning(num_rows: int, num_kv_heads: int, max_tokens: int) -> OneRowTuning:
-    """Two blocks a multiprocessor at the longest context, as far as it has tiles for them."""
-    useful = -(-max_tokens // (TILE * MAX_CLUSTER_BLOCKS))
+    """Two blocks a multiprocessor at the longest context, as far as it has rounds for them.
+
+    No row of at most `max_tokens` lets more clusters work than have LONE_ROUNDS tiles a block.
+    """
+    useful = -(-max_tokens // (TILE * MAX_CLUSTER_BLOCKS * LONE_ROUNDS))
     filling = 256 // (num_rows * num_kv_heads * MAX_CLUSTER_BLOCKS)
     return OneRowTuning(
         tile_tokens=TILE,
         cluster_blocks=MAX_CLUSTER_BLOCKS,
         clusters=max(1, min(useful, filling)),
-        lone_rounds=2,
+        lone_rounds=LONE_ROUNDS,
     )
 
 
@@ -231,16 +241,8 @@ def _launch(sizes: Sizes, qkv, weights, others, pages, interpret: Any):
         **(in_clusters if sizes.blocks > 1 else {}),
         **interpret_option(interpret),
     )
-    counters = _zero_counters(others[-1], K)
+    counters = zero_counters(others[-1], K)
     qkv = qkv.reshape(*qkv.shape[:-1], *head_shape)
     out, _, _ = run(qkv, *arrays, *others, counters, *page_refs)
     k_pages, v_pages = (jax.freeze(ref) for ref in page_refs)
     return out.reshape(num_rows, K * G, stored), k_pages, v_pages
-
-
-def _zero_counters(seq_lens: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Zeros that XLA cannot take for a constant, since the kernel counts in their memory.
-
-    It leaves them as they were, so all layers of a step count in the same.
-    """
-    return jnp.broadcast_to(jnp.minimum(seq_lens, 0)[:, None], (seq_lens.size, num_kv_heads))

@@ -44,7 +44,7 @@ class Sizes:
       tile: keys that a block loads at a time.
       clusters: of a KV head of a row.
       blocks: of a cluster.
-      lone_rounds: up to so many tiles a block, one cluster works alone.
+      lone_rounds: tiles a block that the working clusters must have before another one joins.
       scale: multiplies the logits.
       window: keys that a query sees, its own included; None = all.
       soft_cap: bound of the logits; None = none.

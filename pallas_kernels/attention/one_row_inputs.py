@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.one_row_block import Sizes, Span
-from pallas_kernels.fused.mosaic_rows import layer_index
 from pallas_kernels.fused.rotary_heads import (
     Head,
+    RotaryInputs,
     add_bias,
     load_angles,
     load_bias,
@@ -25,23 +25,12 @@ from pallas_kernels.fused.rotary_heads import (
 
 
 class Inputs(NamedTuple):
-    """References to the inputs; qkv and bias end in [K, G + 2, H]."""
+    """References to the inputs: of the heads, then page table, lengths, keys and values."""
 
-    qkv: Any
-    bias: Any
-    gains: tuple[Any, Any]
-    angles: tuple[Any, Any]
-    slots: Any
-    layer: Any
-    cache_layer: Any
+    rotary: RotaryInputs
     table: Any
     lens: Any
     pages: tuple[Any, Any]
-
-    def layer_index(self) -> jax.Array | None:
-        """Which bias and gains to read; None where there are neither."""
-        stacked = self.gains[0] if self.bias is None else self.bias
-        return None if stacked is None else layer_index(self.layer, stacked)
 
 
 class Share(NamedTuple):
@@ -67,8 +56,8 @@ def load_query_heads(sizes: Sizes, inputs: Inputs, row, head, chunk: tuple[int, 
     place, count = (head, pl.ds(*chunk)), chunk[1]
     return Loaded(
         [_load_biased(sizes, inputs, row, place, count)],
-        load_gains(sizes.heads, inputs.gains[0], inputs.layer_index(), count),
-        load_angles(sizes.heads, inputs.angles, row, count),
+        load_gains(sizes.heads, inputs.rotary.gains[0], inputs.rotary.layer_index(), count),
+        load_angles(sizes.heads, inputs.rotary.angles, row, count),
     )
 
 
@@ -77,8 +66,8 @@ def load_new(sizes: Sizes, inputs: Inputs, row: jax.Array, head: jax.Array) -> L
     places = [(pl.ds(head, 1), sizes.group + kind) for kind in range(2)]
     return Loaded(
         [_load_biased(sizes, inputs, row, place, 1) for place in places],
-        load_gains(sizes.heads, inputs.gains[1], inputs.layer_index(), 1),
-        load_angles(sizes.heads, inputs.angles, row, 1),
+        load_gains(sizes.heads, inputs.rotary.gains[1], inputs.rotary.layer_index(), 1),
+        load_angles(sizes.heads, inputs.rotary.angles, row, 1),
     )
 
 
@@ -92,7 +81,7 @@ def nothing_new(sizes: Sizes, inputs: Inputs) -> Loaded:
         ]
 
     pieces = sizes.heads.pieces
-    gains = None if inputs.gains[1] is None else zeros(pieces)
+    gains = None if inputs.rotary.gains[1] is None else zeros(pieces)
     return Loaded([zeros(pieces) for _ in range(2)], gains, zeros(pieces[:1] * 2))
 
 
@@ -106,8 +95,8 @@ def make_queries(sizes: Sizes, shared: Any, loaded: list[Loaded]) -> None:
 def _load_biased(
     sizes: Sizes, inputs: Inputs, row: jax.Array, place: tuple[Any, Any], rows: int
 ) -> Head:
-    head = load_heads(sizes.heads, inputs.qkv, (row, *place), rows)
-    bias = load_bias(sizes.heads, inputs.bias, (inputs.layer_index(), *place), rows)
+    head = load_heads(sizes.heads, inputs.rotary.qkv, (row, *place), rows)
+    bias = load_bias(sizes.heads, inputs.rotary.bias, (inputs.rotary.layer_index(), *place), rows)
     return add_bias(sizes.heads, head, bias)
 
 
@@ -115,7 +104,7 @@ def write_key_and_value(
     sizes: Sizes, inputs: Inputs, shared: Any, share: Share, new: Loaded
 ) -> None:
     """Write the new token's key and value to their page, and to `shared` [2, stored head dim]."""
-    slot, page_size = inputs.slots[share.row], jnp.int32(sizes.page_size)
+    slot, page_size = inputs.rotary.slots[share.row], jnp.int32(sizes.page_size)
     page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
     place = (share.cache_layer, page, offset, pl.ds(share.head, 1))
     key, value = new.heads

@@ -39,6 +39,7 @@ from pallas_kernels.attention.one_row_meeting import (
     meet_in_block,
     meet_in_cluster,
 )
+from pallas_kernels.fused.rotary_heads import RotaryInputs
 
 AHEAD = 2
 """Tiles that a block loads ahead, into registers."""
@@ -60,10 +61,8 @@ def run_block(sizes: Sizes, present: tuple[bool, bool], qkv_ref: Any, *others: A
     gains = (refs.pop(0), refs.pop(0)) if has_gains else (None, None)
     layer, cache_layer, slots, cos, sin, table, lens, counters, k_pages, v_pages, *refs = refs
     out, accs, numbers, shared = refs
-    inputs = Inputs(
-        qkv_ref, bias, gains, (cos, sin), slots, layer, cache_layer, table, lens,
-        (k_pages, v_pages),
-    )  # fmt: skip
+    rotary = RotaryInputs(qkv_ref, bias, gains, (cos, sin), slots, layer, cache_layer)
+    inputs = Inputs(rotary, table, lens, (k_pages, v_pages))
     _attend(sizes, inputs, shared, (out, accs, numbers, counters))
 
 
@@ -74,7 +73,7 @@ def _attend(sizes: Sizes, inputs: Inputs, shared: Shared, outputs: tuple[Any, ..
     number = cluster * sizes.blocks + block
     length, cache_layer = (
         read_now(scalar, interpreted=sizes.interpreted)
-        for scalar in (inputs.lens.at[row], inputs.cache_layer.at[0])
+        for scalar in (inputs.lens.at[row], inputs.rotary.cache_layer.at[0])
     )
     share = Share(row, head, number, cache_layer, find_span(sizes, length))
     pages = [_read_pages(sizes, inputs, share, turn) for turn in range(AHEAD)]

@@ -1,7 +1,7 @@
-"""What the fused Mosaic GPU kernels share: rows in registers, read from and written to memory.
+"""What Mosaic GPU kernels share that keep rows in registers, read from and written to memory.
 
-These kernels use no shared memory for their data: each thread loads vectors of up to 16 bytes,
-works in registers and stores. A layout says which thread holds what.
+Each thread loads vectors of up to 16 bytes, works in registers and stores; shared memory is only
+where threads meet, if they do. A layout says which thread holds what.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ WARPS = 4  # of a warpgroup
 WARP_LANES = 32
 MAX_VECTOR = 8  # elements: 16 bytes of the model dtype, two loads of 16 bytes of float32
 
-# No barriers around loads and stores: no thread reads what it or a neighbour wrote, save the
-# sums in shared memory of add_norm, which has its own barrier.
+# No barriers around loads and stores: where threads read what others wrote, in shared memory or
+# through counters in global memory, the kernel has barriers of its own.
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,
     lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -44,6 +44,11 @@ def check_model_dtype(name: str, dtype: DTypeLike) -> None:
 def power_of_two_below(number: int) -> int:
     """The greatest power of two that is at most `number`."""
     return 1 << (number.bit_length() - 1)
+
+
+def divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of non-negative int32 numbers."""
+    return lax.div(number, jnp.int32(divisor)), lax.rem(number, jnp.int32(divisor))
 
 
 def vector_length(elements: int) -> int:
@@ -85,7 +90,7 @@ def _replicated(times: int) -> tuple[plgpu.Replicated, ...]:
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """Read global memory into registers, as float32."""
+    """Read global or shared memory into registers, as float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 

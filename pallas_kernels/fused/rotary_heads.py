@@ -6,7 +6,7 @@ makes queries or keys of these functions rounds alike, to the bit.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.fused.mosaic_rows import (
+    layer_index,
     load,
     load_sum,
     over_columns,
@@ -67,6 +68,33 @@ class HeadSizes:
     def layout(self, rows: int, piece: Any) -> Any:
         """Of a piece of `rows` heads."""
         return rows_layout(rows, piece.size, self.lanes)
+
+
+class RotaryInputs(NamedTuple):
+    """References to what heads are made of and where they go.
+
+    Attributes:
+      qkv: [..., T, K, G + 2, H], the product.
+      bias: [L, K, G + 2, H]; None where there is none.
+      gains: [L, H] each, of query and key heads; both None where there are none.
+      angles: float32[T, half] each, cosines and sines.
+      slots: int32[T], page * B + offset.
+      layer: int32[1], of bias and gains.
+      cache_layer: int32[1], of the pages.
+    """
+
+    qkv: Any
+    bias: Any
+    gains: tuple[Any, Any]
+    angles: tuple[Any, Any]
+    slots: Any
+    layer: Any
+    cache_layer: Any
+
+    def layer_index(self) -> jax.Array | None:
+        """Which bias and gains to read; None where there are neither."""
+        stacked = self.gains[0] if self.bias is None else self.bias
+        return None if stacked is None else layer_index(self.layer, stacked)
 
 
 def head_lanes(head_dim: int, half: int, stored: int) -> int | None:

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from pallas_kernels.fused.mosaic_rows import (
     WARP_LANES,
     WARPS,
     check_model_dtype,
+    divide,
     interpret_option,
-    layer_index,
     power_of_two_below,
 )
 from pallas_kernels.fused.rotary_heads import (
     LANES,
     HeadSizes,
+    RotaryInputs,
     add_bias,
     head_lanes,
     load_angles,
@@ -191,23 +192,6 @@ class _Plan:
         return -(-self.tokens // self.tuning.written_tokens) * self.head_blocks
 
 
-class _Inputs(NamedTuple):
-    """References to the inputs; qkv and bias end in [K, G + 2, H]."""
-
-    qkv: Any
-    bias: Any
-    gains: tuple[Any, Any]
-    angles: tuple[Any, Any]
-    slots: Any
-    layer: Any
-    cache_layer: Any
-
-    def layer_index(self) -> jax.Array | None:
-        """Which bias and gains to read; None where there are neither."""
-        stacked = self.gains[0] if self.bias is None else self.bias
-        return None if stacked is None else layer_index(self.layer, stacked)
-
-
 def _launch(plan: _Plan, qkv, weights, others, pages, interpret: Any):
     """Run the kernel on the pages as they stand: the references make them input and output."""
     T, K, G = plan.tokens, plan.kv_heads, plan.group
@@ -235,7 +219,7 @@ def _kernel(plan: _Plan, qkv_ref: Any, *others: Any) -> None:
     bias = refs.pop(0) if plan.has_bias else None
     gains = (refs.pop(0), refs.pop(0)) if plan.has_gains else (None, None)
     cos, sin, slots, layer, cache_layer, k_pages, v_pages, q_out = refs
-    inputs = _Inputs(qkv_ref, bias, gains, (cos, sin), slots, layer, cache_layer)
+    inputs = RotaryInputs(qkv_ref, bias, gains, (cos, sin), slots, layer, cache_layer)
     program = lax.axis_index("program")
 
     @pl.when(program < plan.query_programs)
@@ -247,11 +231,11 @@ def _kernel(plan: _Plan, qkv_ref: Any, *others: Any) -> None:
         _write_tokens(plan, inputs, (k_pages, v_pages), program - plan.query_programs)
 
 
-def _make_queries(plan: _Plan, inputs: _Inputs, q_out: Any, program: jax.Array) -> None:
+def _make_queries(plan: _Plan, inputs: RotaryInputs, q_out: Any, program: jax.Array) -> None:
     """Rotate some heads of one KV head for a block of tokens: the rows are tokens."""
     rows, count = plan.rows(plan.tokens), plan.tuning.query_heads
-    program, kv_head = _divide(program, plan.kv_heads)
-    block, part = _divide(program, plan.group // count)
+    program, kv_head = divide(program, plan.kv_heads)
+    block, part = divide(program, plan.group // count)
     # The last block starts early enough to be full; what is done twice has the same result.
     tokens = pl.ds(jnp.minimum(block * rows, plan.tokens - rows), rows)
     places = [(kv_head, part * count + i) for i in range(count)]
@@ -266,16 +250,18 @@ def _make_queries(plan: _Plan, inputs: _Inputs, q_out: Any, program: jax.Array) 
         store_head(plan.heads, q_out, (tokens, *place), rotate(head, angles))
 
 
-def _write_tokens(plan: _Plan, inputs: _Inputs, pages: tuple[Any, Any], program: jax.Array) -> None:
+def _write_tokens(
+    plan: _Plan, inputs: RotaryInputs, pages: tuple[Any, Any], program: jax.Array
+) -> None:
     """Write keys and values of some tokens: the rows are KV heads."""
     rows, count = plan.rows(plan.kv_heads), plan.tuning.written_tokens
-    block, head_block = _divide(program, plan.head_blocks)
+    block, head_block = divide(program, plan.head_blocks)
     kv_heads = pl.ds(jnp.minimum(head_block * rows, plan.kv_heads - rows), rows)
     places = [(kv_heads, plan.group), (kv_heads, plan.group + 1)]
     tokens = [jnp.minimum(block * count + i, plan.tokens - 1) for i in range(count)]
     layer = inputs.layer_index()
 
-    slots = [_divide(inputs.slots[token], plan.page_size) for token in tokens]
+    slots = [divide(inputs.slots[token], plan.page_size) for token in tokens]
     cache_layer = inputs.cache_layer[0]
     heads = [
         [load_heads(plan.heads, inputs.qkv, (token, *place), rows) for place in places]
@@ -291,8 +277,3 @@ def _write_tokens(plan: _Plan, inputs: _Inputs, pages: tuple[Any, Any], program:
         key = rotate(normalise(plan.heads, key, gains), token_angles)
         for ref, head in zip(pages, (key, value), strict=True):
             store_head(plan.heads, ref, (cache_layer, *slot, kv_heads), head)
-
-
-def _divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of non-negative int32 numbers."""
-    return lax.div(number, jnp.int32(divisor)), lax.rem(number, jnp.int32(divisor))

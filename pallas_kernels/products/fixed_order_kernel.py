@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fused.mosaic_rows import interpret_option
+from pallas_kernels.fused.mosaic_rows import divide, interpret_option
 from pallas_kernels.products.fixed_order_schedule import (
     BLOCK_K,
     ROW_TILE,
@@ -146,9 +146,9 @@ def _item(plan: FixedOrderPlan, number: jax.Array) -> _Item:
     schedule = plan.schedule
     chunk, end = jnp.int32(0), jnp.int32(schedule.chunks)
     if schedule.splits_chunks:
-        number, chunk = _divide(number, schedule.chunks)
+        number, chunk = divide(number, schedule.chunks)
         end = chunk + 1
-    group, place = _divide(number, schedule.row_group * schedule.column_tiles)
+    group, place = divide(number, schedule.row_group * schedule.column_tiles)
     first = group * schedule.row_group
     rows = jnp.minimum(schedule.row_group, schedule.row_tiles - first)
     column, row = lax.div(place, rows), first + lax.rem(place, rows)
@@ -161,11 +161,6 @@ def _item(plan: FixedOrderPlan, number: jax.Array) -> _Item:
         chunk=chunk,
         end=end,
     )  # fmt: skip
-
-
-def _divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of non-negative int32 numbers."""
-    return lax.div(number, jnp.int32(divisor)), lax.rem(number, jnp.int32(divisor))
 
 
 def _steps(plan: FixedOrderPlan, item: _Item) -> tuple[jax.Array, jax.Array]:

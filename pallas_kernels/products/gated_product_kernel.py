@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fused.fused_inputs import Activation
 from pallas_kernels.fused.gated_activation import activate
-from pallas_kernels.fused.mosaic_rows import interpret_option, layer_index
+from pallas_kernels.fused.mosaic_rows import divide, interpret_option, layer_index
 from pallas_kernels.products.wgmma_tiles import TILED
 
 BLOCK_K = 64  # of a ring step
@@ -182,7 +182,7 @@ def _for_each_tile(plan: GatedProductPlan, do: Any) -> jax.Array:
 def _tile(plan: GatedProductPlan, number: jax.Array) -> _Tile:
     """Tiles go down a group of rows, then to the right."""
     row_group = min(plan.tuning.row_group, plan.row_tiles)
-    group, place = _divide(number, row_group * plan.column_tiles)
+    group, place = divide(number, row_group * plan.column_tiles)
     first = group * row_group
     rows = jnp.minimum(row_group, plan.row_tiles - first)
     column, row = lax.div(place, rows), first + lax.rem(place, rows)
@@ -191,11 +191,6 @@ def _tile(plan: GatedProductPlan, number: jax.Array) -> _Tile:
         row=jnp.minimum(row * ROW_TILE, plan.rows - plan.tile_rows),
         column=jnp.minimum(column * COLUMN_TILE, plan.width - COLUMN_TILE),
     )
-
-
-def _divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of non-negative int32 numbers."""
-    return lax.div(number, jnp.int32(divisor)), lax.rem(number, jnp.int32(divisor))
 
 
 def _load_tiles(

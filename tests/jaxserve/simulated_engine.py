@@ -66,6 +66,8 @@ class SimulatedDevice:
         assert decodes == sorted(decodes, reverse=True) and sum(decodes) == output.num_decode_rows
         assert output.num_tokens == sum(row.num_scheduled_tokens for row in output.rows) > 0
         assert len({row.sequence for row in output.rows}) == len(output.rows)
+        of_decode_rows = [row.num_scheduled_tokens for row in output.rows if row.is_decode]
+        assert len(of_decode_rows) == len(output.rows) or max(of_decode_rows, default=1) == 1
         self._move(output)
         self._clear(output)
         new_tokens = [self._run_row(row) for row in output.rows]

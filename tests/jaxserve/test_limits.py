@@ -1,5 +1,6 @@
 """Limits: what the config leaves open, and what it may not ask for."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineConfigError
 from jaxserve.execution.limits import Limits, choose_buckets, choose_limits
 from models.config import ModelConfig
+from models.few_rows import MAX_FUSED_CONTEXT
 from models.loading.source import open_source
 from tests.goldens_loader import GOLDENS_FOLDER
 
@@ -59,6 +61,11 @@ def test_a_cpu_compiles_few_buckets_and_all_end_with_the_limits() -> None:
     table = choose_buckets(EngineConfig(), limits_of(), is_gpu=True, fuses_few_rows=True)
     assert (table.row_buckets, table.token_buckets) == ((1, 8), (128, 256))
     assert table.mixed_row_buckets == (8,)
+    for longest, is_short in ((MAX_FUSED_CONTEXT, False), (MAX_FUSED_CONTEXT + 1, True)):
+        limits = replace(limits_of(), max_model_len=longest)
+        options = {"is_gpu": True, "fuses_few_rows": True, "fuses_attention": True}
+        table = choose_buckets(EngineConfig(), limits, **options)
+        assert any(bucket.max_context for bucket in table.all()) is is_short
     config = EngineConfig(row_buckets=(4, 99), token_buckets=(32,))
     table = choose_buckets(config, limits_of(), is_gpu=False, fuses_few_rows=False)
     assert (table.row_buckets, table.token_buckets) == ((4, 8), (32, 256))

@@ -11,6 +11,7 @@ from jaxserve.execution import engine_plan, limits
 from jaxserve.execution.buckets import Bucket, make_bucket_table
 from jaxserve.request import FinishReason
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.page_pool import PagePool
 from tests.engine_runs import (
     add_request,
     drain,
@@ -25,6 +26,8 @@ from tests.engine_runs import (
     with_scheduler,
 )
 from tests.goldens_loader import load_golden
+from tests.jaxserve.scheduler_builders import make_scheduler, make_sequence
+from tests.jaxserve.simulated_engine import SimulatedEngine
 
 GOLDEN = load_golden("llama_gqa")
 PROMPTS = [case.prompt for case in GOLDEN.mixed[:6]]
@@ -187,7 +190,9 @@ def test_a_sequence_grows_out_of_the_program_for_short_contexts(num_steps, monke
     monkeypatch.setattr(
         engine_plan,
         "choose_buckets",
-        lambda *args, **options: limits.choose_buckets(*args, **options | {"fuses_few_rows": True}),
+        lambda *args, **options: limits.choose_buckets(
+            *args, **options | {"fuses_attention": True}
+        ),
     )
     folder, prompt = GOLDEN.folder, PROMPTS[0][:20]
     engine = make_engine(folder, num_scheduler_steps=num_steps, row_buckets=(1, 8)).engine
@@ -195,3 +200,48 @@ def test_a_sequence_grows_out_of_the_program_for_short_contexts(num_steps, monke
     used = {key[1] for key in engine.runner._programs._programs if key[0] == "decode"}
     assert Bucket(1, 1, True, num_steps, 48) in used and Bucket(1, 1, True, num_steps) in used
     assert all(bucket.num_rows == 1 for bucket in used if isinstance(bucket, Bucket))
+
+
+def test_the_next_turn_finds_as_many_tokens_however_many_steps_a_dispatch_ran() -> None:
+    prompt, found = PROMPTS[0][:20], []
+    for num_steps in (1, W):
+        built = make_engine(
+            GOLDEN.folder, num_scheduler_steps=num_steps, max_num_batched_tokens=128
+        )  # fmt: skip
+        found.append([])
+        for length in range(11, 30, 2):
+            engine = with_scheduler(built)
+            engine.scheduler.reset_prefix_cache()
+            (answer,) = generate(engine, [prompt], greedy(length))
+            add_request(engine, "next", [*prompt, *answer, 7, 8, 9], greedy(1))
+            found[-1].append(final_of(drain(engine)["next", 0]).num_cached_tokens)
+    assert found[0] == found[1]
+    assert found[0][-1] == len(prompt) + 28
+
+
+@pytest.mark.parametrize("num_usable", [7, 8, 14])
+def test_a_step_of_several_tokens_a_row_preempts_and_admits_nobody(num_usable: int) -> None:
+    pool = PagePool(1 + num_usable, 2)
+    scheduler = make_scheduler(
+        pools=(pool,), max_decode_row_tokens=4, max_num_seqs=2, max_steps_in_flight=1
+    )
+    engine = SimulatedEngine(scheduler)
+    engine.add(make_sequence("a", 2, 11), make_sequence("b", 2, 11))
+    widths = set[int]()
+    while scheduler.has_unfinished:
+        preempted, num_free = scheduler.num_preemptions, pool.num_free
+        output = engine.dispatch()
+        if output is not None and any(row.is_decode for row in output.rows):
+            widths.add(max(row.num_scheduled_tokens for row in output.rows))
+            if max(row.num_scheduled_tokens for row in output.rows) > 1:
+                assert num_free >= 2 * len(output.rows) and scheduler.num_preemptions == preempted
+                assert all(row.is_decode for row in output.rows)
+        engine.collect()
+    assert widths >= {1, 4} and (scheduler.num_preemptions > 0) is (num_usable < 14)
+
+
+def test_row_buckets_without_a_small_one_have_no_program_of_several_steps(caplog) -> None:
+    built = make_engine(GOLDEN.folder, num_scheduler_steps=W, max_num_seqs=16, row_buckets=(16,))
+    assert "num_scheduler_steps needs a row bucket of at most 8 rows" in caplog.text
+    config = built.engine.scheduler._config
+    assert (config.max_decode_row_tokens, config.max_multi_token_rows) == (1, 0)

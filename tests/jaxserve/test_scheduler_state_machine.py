@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now, self.num_host_pages = 0.0, num_host_pages
         if have_one_page_size:
             groups = [(groups[0][0], window) for _, window in groups]
-        budget = max_num_seqs * max_decode_row_tokens + 2
+        budget = max_num_seqs * (max_decode_row_tokens if num_spare_tokens % 2 else 1) + 2
         longest_row = max(threshold or budget, max_decode_row_tokens)
         longest_row += (max_steps_in_flight - 1) * (max_decode_row_tokens - 1)
         self.longest_row = min(longest_row, MAX_MODEL_LEN)

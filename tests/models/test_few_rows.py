@@ -1,4 +1,6 @@
-"""Products of few rows begin with the norm or the gate before them, where the kernels take them."""
+"""Few rows: products begin with the norm or the gate before them; which steps attention fits."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from models import few_rows
 from models.kernels import ModelKernels, model_kernels
+from models.kv_cache import CacheGeometry
 from models.layer_slice import LayerSlice
 
 D, OUT = 256, (2, 64)
@@ -63,6 +67,24 @@ def test_weights_that_xla_multiplies_faster_are_left_to_it():
     large = array(1, 4096, 6144)
     found, _ = lower(norm_product(ON_GPU), array(1, 4096), None, array(2, 4096), large)
     assert found == 1  # the norm
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "window", "fits"),
+    [(128, None, True), (129, None, False), (129, 2048, True), (129, 2049, False)],
+)
+def test_attention_is_fused_while_a_query_sees_few_tokens(num_pages, window, fits):
+    qkv: Any = array(6, 1, 8, 4, 128, dtype="float32")
+    table: Any = array(1, num_pages, dtype="int32")
+    geometry = CacheGeometry(
+        num_layers=28,
+        page_size=16,
+        num_kv_heads=8,
+        stored_head_dim=128,
+        dtype="bfloat16",
+        sliding_window=window,
+    )
+    assert few_rows.fits_attention(qkv, table, 128, geometry) == fits
 
 
 def test_nothing_is_fused_over_several_devices_nor_by_xla():

@@ -1,16 +1,23 @@
 """Many rows of an MLP are multiplied and gated in one kernel, where one takes them."""
 
+import functools
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType
 
+from models import products
 from models.invariant_kernels import invariant_kernels
 from models.kernels import ModelKernels, model_kernels
 from models.layer_slice import LayerSlice
-from models.layers import GatedMLP, RMSNorm
-from models.products import MAX_SKINNY_BYTES, MIN_GATED_ROWS
+from models.layers import GatedMLP, OffsetRMSNorm, RMSNorm
+from models.products import MAX_SKINNY_BYTES, MIN_GATED_ROWS, multiply_and_gate
 from models.products import MIN_GATED_ROWS_OF_SMALL as MANY_ROWS
+from pallas_kernels.products import gated_product
 
 D, F = 256, 512
 ON_GPU = model_kernels("mosaic", "gpu")
@@ -86,3 +93,40 @@ def test_only_one_device_of_the_usual_mode_does_so():
         assert kernels.gated_up is None
         weight = LayerSlice.of_layer(jnp.zeros((1, D, 2, F), jnp.bfloat16), 0)
         assert not kernels.fits_gated_up(jnp.zeros((MANY_ROWS, D), jnp.bfloat16), weight)
+
+
+def run_mlp(kernels: ModelKernels) -> list[np.ndarray]:
+    """Residual and product of 24 rows; what is added to the residual has a norm of its own."""
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(scale * rng.standard_normal(shape), jnp.bfloat16)
+
+    norm, delta_norm = (
+        OffsetRMSNorm(D, eps=1e-6, dtype="bfloat16", kernels=kernels) for _ in range(2)
+    )
+    mlp = GatedMLP(D, F, dtype="bfloat16", kernels=kernels, bias=False, activation="gelu_tanh")
+    for layer in (norm, delta_norm):
+        layer.weight.set_value(random(D, scale=0.5))
+    vars(mlp.gate_up_proj)["weight"].set_value(random(D, 2, F, scale=D**-0.5))
+    vars(mlp.down_proj)["weight"].set_value(random(F, D, scale=F**-0.5))
+    x, delta = random(24, D), random(24, D, scale=3.0)
+    return [np.asarray(out, np.float32) for out in mlp(x, delta, norm, delta_norm)]
+
+
+def test_the_kernel_gives_the_numbers_of_norm_product_and_gate(monkeypatch):
+    by_xla = model_kernels("xla", "cpu")
+    want = run_mlp(by_xla)
+    calls = []
+
+    def interpreted(*args, **options):
+        calls.append(args)
+        return by_kernel(*args, **options)
+
+    by_kernel = functools.partial(gated_product.gated_product, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(gated_product, "gated_product", interpreted)
+    monkeypatch.setattr(products, "MIN_GATED_ROWS_OF_SMALL", 8)
+    residual, product = run_mlp(replace(by_xla, gated_up=multiply_and_gate))
+    assert len(calls) == 1
+    np.testing.assert_array_equal(residual, want[0])
+    assert np.linalg.norm(product - want[1]) < 1e-2 * np.linalg.norm(want[1])

@@ -116,9 +116,15 @@ def test_what_fits_can_be_asked():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, 64, 256, 1000, 1024, 8192])
-@pytest.mark.parametrize(("depth", "width"), REAL)
-def test_on_a_gpu_it_is_the_gated_activation_of_the_product(depth, width, rows):
+@pytest.mark.parametrize(
+    ("rows", "depth", "width"),
+    [
+        *((rows, *sizes) for sizes in REAL for rows in (8, 64, 256, 1000, 1024, 8192)),
+        (1001, 1024, 1344),  # padded rows; the last tiles of rows and columns overlap
+        (1024, 1024, 3136),  # 200 tiles of 132 programs; the last ones of columns overlap
+    ],
+)
+def test_on_a_gpu_it_is_the_gated_activation_of_the_product(rows, depth, width):
     x, weights = make_inputs(rows, depth, width)
     got = gated_product(x, weights, LAYER, activation="silu")
     want = expected(x, weights, "silu")

@@ -26,6 +26,7 @@ from pallas_kernels.fused.rotary_write import rotary_write
 GARBAGE_ID = 2**30
 SMALL = OneRowTuning(tile_tokens=16, cluster_blocks=2, clusters=2, lone_rounds=2)
 ONE_BLOCK = OneRowTuning(tile_tokens=16, cluster_blocks=1, clusters=1, lone_rounds=1)
+TWO_PAGES = OneRowTuning(tile_tokens=32, cluster_blocks=1, clusters=1, lone_rounds=1)
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2}
 
 
@@ -120,6 +121,8 @@ def assert_matches(got, case: Case, arrays, written) -> None:
         (Case((1, 0, 75)), SMALL),
         (Case((50,), heads=(1, 3), sizes=(96, 64, 128), norm=True, cap=4.0, page_size=32), SMALL),
         (Case((90,), window=60, bias=True, parts=0, dtype="float16"), ONE_BLOCK),
+        # The window begins in the second page of a tile, and the first is not this row's.
+        (Case((90,), window=40), TWO_PAGES),
         (Case((33, 32), heads=(1, 1), sizes=(256, 256, 256), page_size=64, window=17), None),
     ],
 )
@@ -181,8 +184,9 @@ def test_it_lowers_for_cuda_and_updates_the_pages_in_place(case, tuning):
 
 
 def test_a_longer_table_brings_clusters_until_the_gpu_is_full():
-    clusters = [choose_one_row_tuning(1, 8, tokens).clusters for tokens in (256, 512, 2**17)]
-    assert clusters == [1, 2, 4]
+    contexts = (512, 513, 1024, 2048, 2**17)
+    tunings = [choose_one_row_tuning(1, 8, tokens) for tokens in contexts]
+    assert [tuning.clusters for tuning in tunings] == [1, 2, 2, 4, 4]
     assert choose_one_row_tuning(4, 32, 2**17).clusters == 1
 
 
@@ -190,6 +194,7 @@ def test_a_longer_table_brings_clusters_until_the_gpu_is_full():
     ("change", "message"),
     [
         ({"heads": (1, 9)}, "takes no 9 query heads"),
+        ({"heads": (1, 5), "sizes": (256, 256, 256)}, "takes no 5 query heads"),
         ({"page_size": 8}, "in pages of 8"),
         ({"sizes": (32, 32, 32)}, "stored as 32"),
         ({"sizes": (64, 20, 64)}, "rotary dim 20"),
@@ -216,6 +221,11 @@ def test_tuning_out_of_bounds_is_refused(change, message):
     fields = {"tile_tokens": 16, "cluster_blocks": 2, "clusters": 2, "lone_rounds": 1}
     with pytest.raises(ValueError, match=message):
         OneRowTuning(**{**fields, **change})
+
+
+@pytest.mark.parametrize(("group", "size"), [(8, 64), (8, 128), (4, 256)])
+def test_as_many_numbers_of_query_heads_fit_as_there_are_registers(group, size):
+    assert fits_rotary_decode(group, size, size, size, 16, jnp.bfloat16)
 
 
 def test_a_table_of_other_rows_is_refused():
