@@ -200,14 +200,15 @@ class _EngineBuilder:
     ) -> tuple[EnginePlan, tuple[BatchBuilder, ProgramTable]]:
         """Compile for a plan; and again for fewer pages, where its estimate was too low."""
         made = self._compile_once(setup, plan, store)
-        if not plan.is_estimated:
+        step_bytes = made[1].temporary_bytes()
+        if not plan.is_estimated or not step_bytes:  # or the programs do not tell
             return plan, made
-        found = RememberedPlan(plan.num_pages, made[1].temporary_bytes())
+        found = RememberedPlan(plan.num_pages, step_bytes)
         settled = plan_engine(setup, memory, cache_dir, found=found)
         if settled.num_pages != plan.num_pages:
             logger.warning(
                 "a step needs %.2f GiB, more than was estimated: compiling again for fewer pages",
-                found.temporary_bytes / 2**30,
+                step_bytes / 2**30,
             )
             made = self._compile_once(setup, settled, store)
         return settled, made

@@ -190,7 +190,10 @@ class ProgramTable:
         )
 
     def temporary_bytes(self) -> int:
-        """Bytes on one device that the largest compiled step needs beside its arguments."""
+        """Bytes on one device that the largest compiled step needs beside its arguments.
+
+        0 where the programs do not tell.
+        """
         of_steps = (p for key, p in self._programs.items() if key[0] in _STEP_KINDS)
         return max(map(_temporary_bytes, of_steps), default=0)
 

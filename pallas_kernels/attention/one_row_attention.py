@@ -112,7 +112,8 @@ def rotary_decode(
       v_pages: as k_pages.
       layer: int32[1], which bias and gains to read.
       cache_layer: int32[1], which layer of the pages to write and to read.
-      slots: int32[S], page * B + offset of each row's last token; in page 0 for a padding row.
+      slots: int32[S], page * B + offset of each row's last token; in page 0 for a padding row, and
+        for one that has nothing to compute, whose output means nothing.
       cos: float32[S, rotary_dim / 2], cosines of the positions.
       sin: as cos.
       page_table: [S, M] int32; entries past a sequence's end, and those before its window, may

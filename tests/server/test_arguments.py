@@ -52,7 +52,7 @@ def test_every_field_has_a_flag_of_its_name():
     special |= {"attention_backend": "xla", "stacked_weights": "all", "scheduling_policy": "slo"}
     special |= {"preemption_mode": "recompute"}
     needed = {"ttft_goal_ms": "slo", "tpot_goal_ms": "slo"}
-    several: dict[str, Any] = {"served_model_name": ("m", ("m",))}
+    several: dict[str, Any] = {"served_model_name": ("m", ("m",)), "num_scheduler_steps": ("8", 8)}
     for field in dataclasses.fields(EngineConfig):
         kind = next(k for k in values if k.__name__ in str(field.type))
         word, expected = several.get(field.name, values[kind])
