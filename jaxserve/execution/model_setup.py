@@ -49,9 +49,7 @@ class ModelSetup:
       geometries: of the cache groups.
       is_gpu: whether the devices are GPUs.
       fuses_few_rows: whether one row has kernels of its own; see `ModelKernels`.
-      fuses_attention: whether they include one for its attention, of short contexts.
-      num_scheduler_steps: decode steps that one program of few rows runs.
-      multi_step_rows: most rows of such a program.
+      is_offline: no request comes while others run, so none waits for a step to end.
     """
 
     config: EngineConfig
@@ -65,9 +63,7 @@ class ModelSetup:
     geometries: tuple[CacheGeometry, ...]
     is_gpu: bool
     fuses_few_rows: bool
-    fuses_attention: bool
-    num_scheduler_steps: int
-    multi_step_rows: int
+    is_offline: bool
 
     @classmethod
     def choose(
@@ -83,7 +79,7 @@ class ModelSetup:
         Args:
           config: the settings.
           model: the model's numbers.
-          is_offline: no request comes while others run, so none waits for a step to end.
+          is_offline: see above.
           for_absent_gpu: gives the sizes that GPUs would get which this machine lacks. Kernels
             change no size, but for a bucket of one row, so plain XLA stands for them.
 
@@ -121,7 +117,6 @@ class ModelSetup:
             refusal = invariance_refusal(model, dtype, geometries[0].stored_head_dim)
             if refusal is not None:
                 raise EngineConfigError(f"a model that runs with batch_invariant {refusal}")
-        fuses_few_rows = kernels.fuses_few_rows and dtype != "float32"
         try:
             layout.abstract(sharder)
             abstract_cache(geometries, (2,) * len(geometries), sharder)
@@ -138,34 +133,37 @@ class ModelSetup:
             layout=layout,
             geometries=geometries,
             is_gpu=is_gpu,
-            fuses_few_rows=fuses_few_rows,
-            fuses_attention=fuses_few_rows
-            and few_rows.fits_heads(
-                shared_model.num_query_heads_per_kv_head,
-                shared_model.head_dim,
-                shared_model.rotary_dim,
-                geometries[0],
-            ),
-            num_scheduler_steps=config.num_scheduler_steps
-            or _choose_scheduler_steps(layout, sharder, is_gpu=is_gpu, is_offline=is_offline),
-            multi_step_rows=OFFLINE_MULTI_STEP_ROWS if is_offline else SERVER_MULTI_STEP_ROWS,
+            fuses_few_rows=kernels.fuses_few_rows and dtype != "float32",
+            is_offline=is_offline,
         )
 
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether one row's kernels include one for its attention, of short contexts."""
+        model = self.shared_model
+        heads = (model.num_query_heads_per_kv_head, model.head_dim, model.rotary_dim)
+        return self.fuses_few_rows and few_rows.fits_heads(*heads, self.geometries[0])
 
-def _choose_scheduler_steps(
-    layout: WeightLayout, sharder: Sharder, *, is_gpu: bool, is_offline: bool
-) -> int:
-    """Decode steps in one dispatch: many where no request comes meanwhile, else for a short time.
+    @property
+    def num_scheduler_steps(self) -> int:
+        """Decode steps in one dispatch: many where no request comes meanwhile, else for a moment.
 
-    They save the host's time, which a GPU would otherwise wait for. A CPU waits for nobody.
-    """
-    if not is_gpu:
-        return 1
-    if is_offline:
-        return MAX_CHOSEN_STEPS
-    num_bytes = sum(map(device_bytes, layout.abstract(sharder)))
-    step_seconds = num_bytes / GPU_BYTES_PER_SECOND + GPU_STEP_SECONDS
-    return max(1, min(MAX_CHOSEN_STEPS, int(MAX_DISPATCH_SECONDS / step_seconds)))
+        They save the host's time, which a GPU would otherwise wait for. A CPU waits for nobody.
+        """
+        if self.config.num_scheduler_steps is not None:
+            return self.config.num_scheduler_steps
+        if not self.is_gpu:
+            return 1
+        if self.is_offline:
+            return MAX_CHOSEN_STEPS
+        num_bytes = sum(map(device_bytes, self.layout.abstract(self.sharder)))
+        step_seconds = num_bytes / GPU_BYTES_PER_SECOND + GPU_STEP_SECONDS
+        return max(1, min(MAX_CHOSEN_STEPS, int(MAX_DISPATCH_SECONDS / step_seconds)))
+
+    @property
+    def multi_step_rows(self) -> int:
+        """Most rows of a dispatch of several steps."""
+        return OFFLINE_MULTI_STEP_ROWS if self.is_offline else SERVER_MULTI_STEP_ROWS
 
 
 def _make_mesh(num_devices: int, is_absent: bool) -> Mesh:
