@@ -69,8 +69,7 @@ def fits_gated_up(x: jax.Array, weight: LayerSlice) -> bool:
     is_large = weight.num_bytes > MAX_SKINNY_BYTES
     if x.shape[0] < (MIN_GATED_ROWS if is_large else MIN_GATED_ROWS_OF_SMALL):
         return False
-    stack = (weight.stack.shape[0], weight.shape[0], math.prod(weight.shape[1:]))
-    return gated_product.fits_gated_product(x.shape, stack, weight.dtype)
+    return gated_product.fits_gated_product(x.shape, weight.matrices().shape, weight.dtype)
 
 
 def multiply_and_gate(x: jax.Array, weight: LayerSlice, *, activation: Activation) -> jax.Array:

@@ -82,7 +82,7 @@ def choose_buckets(
       fuses_few_rows: see `ModelSetup`.
       fuses_attention: likewise.
       num_scheduler_steps: decode steps that one program of few rows runs.
-      multi_step_rows: how many those are.
+      multi_step_rows: most rows of such a program.
     """
     row_buckets, token_buckets = config.row_buckets, config.token_buckets
     if not is_gpu:

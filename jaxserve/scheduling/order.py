@@ -105,8 +105,8 @@ class SequenceOrder:
             shape, start_seconds = self._started.pop(output)
             start_seconds = max(start_seconds, self._last_end)
             self._last_end = self._clock()
-            of_decode_rows = output.rows[: output.num_decode_rows]
-            takes_several = any(row.num_scheduled_tokens > 1 for row in of_decode_rows)
+            # Prompts bring tokens too, but beside them a decode row has one.
+            takes_several = output.num_decode_rows == len(output.rows) < output.num_tokens
             num_steps = self._config.max_decode_row_tokens if takes_several else 1
             self.costs.observe_step(shape, self._last_end - start_seconds, num_steps)
 

@@ -160,14 +160,7 @@ def rotary_decode(
     tuning = tuning or choose_one_row_tuning(num_rows, num_kv_heads, max_tokens)
     blocks = tuning.cluster_blocks if interpret is None else 1
     sizes = Sizes(
-        heads=HeadSizes(
-            head_dim=head_dim,
-            half=cos.shape[1],
-            stored=stored,
-            eps=eps,
-            gain_offset=gain_offset,
-            dtype=k_pages.dtype,
-        ),
+        heads=HeadSizes.of(head_dim, cos, k_pages, eps=eps, gain_offset=gain_offset),
         kv_heads=num_kv_heads,
         group=group,
         page_size=page_size,
@@ -182,7 +175,7 @@ def rotary_decode(
         interpreted=interpret is not None,
     )
     weights = (bias, q_gains, k_gains)
-    others = (layer, cache_layer, slots, cos, sin, page_table, seq_lens)
+    others = (cos, sin, slots, layer, cache_layer, page_table, seq_lens)
     return _launch(sizes, qkv, weights, others, (k_pages, v_pages), interpret)
 
 

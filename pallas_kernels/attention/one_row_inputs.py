@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.one_row_block import Sizes, Span
+from pallas_kernels.fused.mosaic_rows import divide
 from pallas_kernels.fused.rotary_heads import (
     Head,
     RotaryInputs,
@@ -104,9 +104,8 @@ def write_key_and_value(
     sizes: Sizes, inputs: Inputs, shared: Any, share: Share, new: Loaded
 ) -> None:
     """Write the new token's key and value to their page, and to `shared` [2, stored head dim]."""
-    slot, page_size = inputs.rotary.slots[share.row], jnp.int32(sizes.page_size)
-    page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
-    place = (share.cache_layer, page, offset, pl.ds(share.head, 1))
+    slot = divide(inputs.rotary.slots[share.row], sizes.page_size)
+    place = (share.cache_layer, *slot, pl.ds(share.head, 1))
     key, value = new.heads
     key = rotate(normalise(sizes.heads, key, new.gains), new.angles)
     for kind, x in enumerate((key, value)):

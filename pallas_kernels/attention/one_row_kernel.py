@@ -45,23 +45,18 @@ AHEAD = 2
 """Tiles that a block loads ahead, into registers."""
 
 
-def run_block(sizes: Sizes, present: tuple[bool, bool], qkv_ref: Any, *others: Any) -> None:
+def run_block(sizes: Sizes, present: tuple[bool, bool], *refs: Any) -> None:
     """The kernel.
 
     Args:
       sizes: static numbers.
       present: whether there is a bias, and whether there are gains.
-      qkv_ref: [K, G + 2, H] at the end.
-      others: references to the bias and the gains, where present; to the other arrays of
-        `rotary_decode` in its order; to the counters, the pages, the outputs and shared memory.
+      refs: those of `RotaryInputs`; then page table, lengths, counters, the pages, the outputs and
+        shared memory.
     """
-    refs = list(others)
     has_bias, has_gains = present
-    bias = refs.pop(0) if has_bias else None
-    gains = (refs.pop(0), refs.pop(0)) if has_gains else (None, None)
-    layer, cache_layer, slots, cos, sin, table, lens, counters, k_pages, v_pages, *refs = refs
-    out, accs, numbers, shared = refs
-    rotary = RotaryInputs(qkv_ref, bias, gains, (cos, sin), slots, layer, cache_layer)
+    rotary, others = RotaryInputs.take(refs, has_bias=has_bias, has_gains=has_gains)
+    table, lens, counters, k_pages, v_pages, out, accs, numbers, shared = others
     inputs = Inputs(rotary, table, lens, (k_pages, v_pages))
     _attend(sizes, inputs, shared, (out, accs, numbers, counters))
 

@@ -6,7 +6,7 @@ makes queries or keys of these functions rounds alike, to the bit.
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,20 @@ class HeadSizes:
     gain_offset: float
     dtype: DTypeLike
 
+    @classmethod
+    def of(
+        cls, head_dim: int, cos: jax.Array, pages: jax.Array, *, eps: float, gain_offset: float
+    ) -> Self:
+        """Of heads of `head_dim` that are turned by `cos` [T, half] and stored in `pages`."""
+        return cls(
+            head_dim=head_dim,
+            half=cos.shape[1],
+            stored=pages.shape[-1],
+            eps=eps,
+            gain_offset=gain_offset,
+            dtype=pages.dtype,
+        )
+
     @property
     def lanes(self) -> int:
         """Threads that share a head."""
@@ -90,6 +104,23 @@ class RotaryInputs(NamedTuple):
     slots: Any
     layer: Any
     cache_layer: Any
+
+    @classmethod
+    def take(
+        cls, refs: tuple[Any, ...], *, has_bias: bool, has_gains: bool
+    ) -> tuple[Self, list[Any]]:
+        """The first of a kernel's references, and the others.
+
+        Args:
+          refs: qkv, bias and gains where present, cosines, sines, slots, layers, and more.
+          has_bias: whether there is a bias.
+          has_gains: whether there are gains.
+        """
+        qkv, *others = refs
+        bias = others.pop(0) if has_bias else None
+        gains = (others.pop(0), others.pop(0)) if has_gains else (None, None)
+        cos, sin, slots, layer, cache_layer, *others = others
+        return cls(qkv, bias, gains, (cos, sin), slots, layer, cache_layer), others
 
     def layer_index(self) -> jax.Array | None:
         """Which bias and gains to read; None where there are neither."""

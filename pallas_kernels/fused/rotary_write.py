@@ -124,14 +124,7 @@ def rotary_write(
     if group % tuning.query_heads:
         raise ValueError(f"query_heads must divide {group}; got {tuning.query_heads}")
     plan = _Plan(
-        heads=HeadSizes(
-            head_dim=head_dim,
-            half=cos.shape[1],
-            stored=stored,
-            eps=eps,
-            gain_offset=gain_offset,
-            dtype=k_pages.dtype,
-        ),
+        heads=HeadSizes.of(head_dim, cos, k_pages, eps=eps, gain_offset=gain_offset),
         tokens=T,
         kv_heads=num_kv_heads,
         group=group,
@@ -213,13 +206,10 @@ def _launch(plan: _Plan, qkv, weights, others, pages, interpret: Any):
     return q.reshape(T, K * G, plan.heads.stored), k_pages, v_pages
 
 
-def _kernel(plan: _Plan, qkv_ref: Any, *others: Any) -> None:
+def _kernel(plan: _Plan, *refs: Any) -> None:
     """The first programs make queries, the others write keys and values."""
-    refs = list(others)
-    bias = refs.pop(0) if plan.has_bias else None
-    gains = (refs.pop(0), refs.pop(0)) if plan.has_gains else (None, None)
-    cos, sin, slots, layer, cache_layer, k_pages, v_pages, q_out = refs
-    inputs = RotaryInputs(qkv_ref, bias, gains, (cos, sin), slots, layer, cache_layer)
+    inputs, others = RotaryInputs.take(refs, has_bias=plan.has_bias, has_gains=plan.has_gains)
+    k_pages, v_pages, q_out = others
     program = lax.axis_index("program")
 
     @pl.when(program < plan.query_programs)

@@ -1,6 +1,7 @@
 """Several decode steps in one dispatch, on a real tiny model: the tokens stay what they are."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from jaxserve.engine import Engine
 from jaxserve.engine_builder import BuiltEngine
 from jaxserve.execution import engine_plan, limits
-from jaxserve.execution.buckets import Bucket, make_bucket_table
+from jaxserve.execution.buckets import Bucket, BucketTable, make_bucket_table
 from jaxserve.request import FinishReason
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.page_pool import PagePool
@@ -128,26 +129,28 @@ def test_logits_that_are_not_finite_end_one_row() -> None:
     step_until(engine, lambda: engine.scheduler.num_running == 2 and engine.times.num_steps > 2)
     page = engine.scheduler.page_tables()["0", 0][0][0]
     group = engine.runner.cache.groups[0]
-    poisoned = group.k_pages.at[:, page].set(np.nan)
-    engine.runner.change_cache(
-        lambda cache: cache.with_group(0, type(group)(
-            **{**{f: getattr(group, f) for f in group.__dataclass_fields__}, "k_pages": poisoned}
-        ))
-    )  # fmt: skip
+    poisoned = replace(group, k_pages=group.k_pages.at[:, page].set(np.nan))
+    engine.runner.change_cache(lambda cache: cache.with_group(0, poisoned))
     updates = drain(engine)
     assert final_of(updates["0", 0]).finish_reason is FinishReason.ERROR
     assert final_of(updates["1", 0]).finish_reason is FinishReason.LENGTH
 
 
-def test_only_small_buckets_have_several_steps() -> None:
-    table = make_bucket_table(
+def multi_step_table(*, short_context: int = 0, short_context_rows: int = 0) -> BucketTable:
+    return make_bucket_table(
         max_num_seqs=32,
         max_num_batched_tokens=64,
         small_row_buckets=(1, 8),
         mixed_row_bucket=16,
         num_scheduler_steps=W,
         multi_step_rows=8,
+        short_context=short_context,
+        short_context_rows=short_context_rows,
     )
+
+
+def test_only_small_buckets_have_several_steps() -> None:
+    table = multi_step_table()
     several = [bucket for bucket in table.all() if bucket.num_steps > 1]
     assert several == [Bucket(1, 1, True, W), Bucket(8, 8, True, W)]
     assert str(several[0]) == "decode[T=1,S=1,W=4]"
@@ -159,16 +162,7 @@ def test_only_small_buckets_have_several_steps() -> None:
 
 
 def test_short_contexts_have_a_program_of_all_steps_that_one_dispatch_can() -> None:
-    table = make_bucket_table(
-        max_num_seqs=32,
-        max_num_batched_tokens=64,
-        small_row_buckets=(1, 8),
-        mixed_row_bucket=16,
-        num_scheduler_steps=W,
-        multi_step_rows=8,
-        short_context=48,
-        short_context_rows=1,
-    )
+    table = multi_step_table(short_context=48, short_context_rows=1)
     short = Bucket(1, 1, True, W, 48)
     assert [bucket for bucket in table.all() if bucket.max_context] == [short]
     assert str(short) == "decode[T=1,S=1,W=4,context=48]"
