@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.attention.tuning import DecodeTuningConfig, decode_tuning
@@ -51,6 +52,7 @@ class _Rows(NamedTuple):
     """By row, [S] int32: visible blocks, first of them, and place among all rows' blocks.
 
     A row without keys takes the place of one block, so that such rows are shared out, too.
+    `longest`, int32: most visible blocks of a row.
     """
 
     length: jax.Array
@@ -58,20 +60,43 @@ class _Rows(NamedTuple):
     blocks: jax.Array
     start: jax.Array
     end: jax.Array
+    longest: jax.Array
 
 
 class _Cuts(NamedTuple):
-    """What both ways to cut give.
+    """Where equal shares end, [A] int32 each.
+
+    A share that ends between two rows cuts none: place and segment are NEVER, and nobody reads
+    piece and cuts.
 
     Attributes:
-      pieces: [S], how many segments each row becomes.
-      begin: (row, piece) -> place among all rows' blocks where that piece begins.
-      shares: [A - 1], places where the second and later shares begin.
+      segments: how many begin before.
+      place: of the cut among all rows' blocks.
+      segment: that begins with the cut.
+      piece: of its row, that begins with the cut.
+      cuts: that its row has.
     """
 
+    segments: jax.Array
+    place: jax.Array
+    segment: jax.Array
+    piece: jax.Array
+    cuts: jax.Array
+
+
+class _Segments(NamedTuple):
+    """By segment, [R] int32; segments left over repeat the last.
+
+    Row, number of the piece within it, pieces of the row, place of the row's first piece in the
+    workspace; begin and end among all rows' blocks.
+    """
+
+    row: jax.Array
+    piece: jax.Array
     pieces: jax.Array
-    begin: Callable[[jax.Array, jax.Array], jax.Array]
-    shares: jax.Array
+    stored: jax.Array
+    begin: jax.Array
+    end: jax.Array
 
 
 @functools.partial(
@@ -128,16 +153,15 @@ def plan_decode(
     rows = _measure_rows(seq_lens, block, sliding_window)
     if split_tokens is None:
         cuts = _cut_evenly(rows, num_shares, max(1, smallest // block))
-        num_segments = num_rows + num_shares - 1
+        made, ends = _segments_between(rows, cuts, num_rows + num_shares - 1), cuts.segments
         max_pieces = max(1, 2 * (num_shares - 1))
     else:
-        cuts = _cut_at_multiples(rows, num_shares, split_tokens // block)
-        num_segments = num_rows * _most_splits(max_tokens, split_tokens, sliding_window)
-        max_pieces = num_segments
-    segments, begins = _list_segments(rows, cuts, num_segments)
+        max_pieces = num_rows * _most_splits(max_tokens, split_tokens, sliding_window)
+        made, ends = _cut_at_multiples(rows, num_shares, split_tokens // block, max_pieces)
+    segments = _list_segments(rows, made)
     return DecodePlan(
         segments=segments,
-        shares=_list_shares(segments, begins, cuts.shares),
+        shares=_list_shares(segments, ends),
         counters=zero_counters(seq_lens, num_kv_heads),
         block_tokens=block,
         sliding_window=sliding_window,
@@ -156,47 +180,108 @@ def zero_counters(seq_lens: jax.Array, num_kv_heads: int) -> jax.Array:
 
 def _measure_rows(seq_lens: jax.Array, block: int, window: int | None) -> _Rows:
     start = jnp.zeros_like(seq_lens) if window is None else jnp.maximum(seq_lens - window, 0)
-    first = start // block
-    blocks = (seq_lens + (block - 1)) // block - first
+    first = lax.div(start, block)
+    blocks = _ceil_div(seq_lens, block) - first
     place = jnp.maximum(blocks, 1)
-    end = _running_sum(place)
-    return _Rows(seq_lens, first, blocks, end - place, end)
+    # The maximum of all rows is found in the kernel of the sums, as the last running maximum.
+    end, longest = lax.optimization_barrier((_running_sum(place), _running_max(blocks)))
+    return _Rows(seq_lens, first, blocks, end - place, end, longest[-1])
 
 
 def _cut_evenly(rows: _Rows, num_shares: int, smallest: int) -> _Cuts:
     """Equal shares, cut wherever they end; short contexts in pieces of about `smallest` blocks."""
-    longest = jnp.maximum(rows.blocks.max(), 1)
-    pieces = jnp.maximum((longest + smallest // 2) // smallest, 1)
-    share = jnp.maximum(-(-rows.end[-1] // num_shares), -(-longest // pieces))
-    cuts = jnp.arange(1, num_shares, dtype=jnp.int32) * share
+    longest = jnp.maximum(rows.longest, 1)
+    pieces = jnp.maximum(lax.div(longest + smallest // 2, smallest), 1)
+    share = jnp.maximum(_ceil_div(rows.end[-1], num_shares), _ceil_div(longest, pieces))
+    place = _ends_of_shares(share, num_shares)
     # A piece of less than 1/32 of a share is not worth its combination.
-    row = _first_beyond(rows.end, cuts)
+    least = jnp.full_like(place, lax.div(share, 32))
+    return _place_cuts(rows, *lax.optimization_barrier((place, least)))
+
+
+def _place_cuts(rows: _Rows, place: jax.Array, least: jax.Array) -> _Cuts:
+    """Cuts at or near the places [A]: none makes a piece of fewer blocks than `least` [A]."""
+    row = _first_beyond(rows.end, place)
     start, end = rows.start[row], rows.end[row]
-    cuts = jnp.where(cuts - start < share // 32, start, cuts)
-    cuts = jnp.where((end - cuts < share // 32) & (cuts > start), end, cuts)
-    before = _count(cuts, jnp.less_equal, rows.start)
-    inside = _count(cuts, jnp.less, rows.end) - before
-    return _Cuts(1 + inside, functools.partial(_begin_at_cut, rows, cuts, before), cuts)
+    place = jnp.where(place - start < least, start, place)
+    place = jnp.where((end - place < least) & (place > start), end, place)
+    is_within = (start < place) & (place < end)
+    cut_row, cut_place = (jnp.where(is_within, field, NEVER) for field in (row, place))
+    segments = row + (place > start) + _count(cut_place, jnp.less, place)
+    other_place, own_place, axis = _all_pairs(cut_place, place)
+    other_row, own_row, _ = _all_pairs(cut_row, row)
+    is_own = other_row == own_row
+    cuts = _Cuts(
+        segments=segments,
+        place=cut_place,
+        segment=jnp.where(is_within, segments, NEVER),
+        piece=(is_own & (other_place <= own_place)).sum(axis, dtype=jnp.int32),
+        cuts=is_own.sum(axis, dtype=jnp.int32),
+    )
+    return lax.optimization_barrier(cuts)
 
 
-def _begin_at_cut(rows: _Rows, cuts: jax.Array, before: jax.Array, row, piece) -> jax.Array:
-    if not cuts.size:
-        return rows.start[row]
-    cut = cuts[jnp.clip(before[row] + piece - 1, 0, cuts.size - 1)]
-    return jnp.where(piece == 0, rows.start[row], cut)
+def _ends_of_shares(share: jax.Array, num_shares: int) -> jax.Array:
+    """[A], places where the shares end; the last takes whatever is left."""
+    number = jnp.arange(1, num_shares + 1, dtype=jnp.int32)
+    return jnp.where(number < num_shares, number * share, NEVER)
 
 
-def _cut_at_multiples(rows: _Rows, num_shares: int, split: int) -> _Cuts:
-    """Each row at multiples of `split` blocks; whole segments are shared out."""
-    pieces = jnp.maximum(-(-(rows.first + rows.blocks) // split) - rows.first // split, 1)
-    share = -(-rows.end[-1] // num_shares)
-    cuts = jnp.arange(1, num_shares, dtype=jnp.int32) * share
-    return _Cuts(pieces, functools.partial(_begin_at_multiple, rows, split), cuts)
+def _segments_between(rows: _Rows, cuts: _Cuts, num_segments: int) -> _Segments:
+    """A segment begins with its row or with a cut, so all about it is told by the cuts before."""
+    index = jnp.minimum(jnp.arange(num_segments, dtype=jnp.int32), cuts.segments[-1] - 1)
+    segment, here, axis = _all_pairs(cuts.segment, index)
+    place, cut_piece, cuts_of_row = (
+        _all_pairs(numbers, index)[0] for numbers in (cuts.place, cuts.piece, cuts.cuts)
+    )
+    is_before, is_here = segment <= here, segment == here
+    row = index - is_before.sum(axis, dtype=jnp.int32)
+    piece = jnp.where(is_here, cut_piece, 0).max(axis)
+    # The first cut of a row adds two pieces to the workspace, others one.
+    stored = jnp.where(is_before, 1 + (cut_piece == 1), 0).sum(axis, dtype=jnp.int32)
+    return _Segments(
+        row=row,
+        piece=piece,
+        pieces=1 + jnp.where(is_here | (segment == here + 1), cuts_of_row, 0).max(axis),
+        stored=stored - jnp.where(piece > 0, piece + 1, 0),
+        begin=jnp.maximum(rows.start[row], jnp.where(is_before, place, 0).max(axis)),
+        end=jnp.minimum(rows.end[row], jnp.where(is_before, NEVER, place).min(axis)),
+    )
 
 
-def _begin_at_multiple(rows: _Rows, split: int, row, piece) -> jax.Array:
-    skipped = jnp.maximum((rows.first[row] // split + piece) * split - rows.first[row], 0)
-    return rows.start[row] + skipped
+def _cut_at_multiples(
+    rows: _Rows, num_shares: int, split: int, num_segments: int
+) -> tuple[_Segments, jax.Array]:
+    """Each row at multiples of `split` blocks; whole segments are shared out.
+
+    Returns:
+      The segments, and [A] how many of them begin before the end of each share.
+    """
+    skipped = lax.div(rows.first, split)
+    pieces = jnp.maximum(_ceil_div(rows.first + rows.blocks, split) - skipped, 1)
+    stored = jnp.where(pieces > 1, pieces, 0)
+    ends, stored_ends = _running_sum(pieces), _running_sum(stored)
+    index = jnp.arange(num_segments, dtype=jnp.int32)
+    row = _first_beyond(ends, index)
+    piece = jnp.minimum(index - (ends - pieces)[row], pieces[row] - 1)
+    begin = _begin_at_multiple(rows, split, row, piece)
+    following = _begin_at_multiple(rows, split, row, piece + 1)
+    made = _Segments(
+        row=row,
+        piece=piece,
+        pieces=pieces[row],
+        stored=(stored_ends - stored)[row],
+        begin=begin,
+        end=jnp.where(piece + 1 == pieces[row], rows.end[row], following),
+    )
+    share_ends = _ends_of_shares(_ceil_div(rows.end[-1], num_shares), num_shares)
+    begins = jnp.where(index < ends[-1], begin, NEVER)
+    return made, _count(begins, jnp.less, share_ends)
+
+
+def _begin_at_multiple(rows: _Rows, split: int, row: jax.Array, piece: jax.Array) -> jax.Array:
+    skipped = (lax.div(rows.first, split)[row] + piece) * split - rows.first[row]
+    return rows.start[row] + jnp.maximum(skipped, 0)
 
 
 def _most_splits(max_tokens: int, split_tokens: int, window: int | None) -> int:
@@ -204,31 +289,31 @@ def _most_splits(max_tokens: int, split_tokens: int, window: int | None) -> int:
     return splits if window is None else min(splits, -(-window // split_tokens) + 1)
 
 
-def _list_segments(rows: _Rows, cuts: _Cuts, num_segments: int) -> tuple[jax.Array, jax.Array]:
-    """Segments [R, 7], and [R] where they begin among all rows' blocks; places left over: never."""
-    index = jnp.arange(num_segments, dtype=jnp.int32)
-    ends = _running_sum(cuts.pieces)
-    row = _first_beyond(ends, index)
-    pieces = cuts.pieces[row]
-    piece = jnp.minimum(index - (ends[row] - pieces), pieces - 1)
-    begin = cuts.begin(row, piece)
-    end = jnp.where(piece + 1 == pieces, rows.end[row], cuts.begin(row, piece + 1))
-    steps = jnp.where(rows.blocks[row] > 0, end - begin, 0)
-    first = rows.first[row] + begin - rows.start[row]
-    stored = jnp.where(cuts.pieces > 1, cuts.pieces, 0)
-    place = (_running_sum(stored) - stored)[row]
-    fields = (row, rows.length[row], first, steps, piece, pieces, place)
-    begin = jnp.where(index < ends[-1], begin, NEVER)
-    return jnp.stack(fields, axis=1).astype(jnp.int32), begin
+def _list_segments(rows: _Rows, made: _Segments) -> jax.Array:
+    """Segments [R, 7].
+
+    Without the barrier, XLA would compute what the fields share anew for each of them.
+    """
+    row = made.row
+    steps = jnp.where(rows.blocks[row] > 0, made.end - made.begin, 0)
+    first = rows.first[row] + made.begin - rows.start[row]
+    fields = (row, rows.length[row], first, steps, made.piece, made.pieces, made.stored)
+    return jnp.stack(lax.optimization_barrier(fields), axis=1)
 
 
-def _list_shares(segments: jax.Array, begins: jax.Array, cuts: jax.Array) -> jax.Array:
+def _list_shares(segments: jax.Array, end: jax.Array) -> jax.Array:
     """Shares [A, 9]: a segment belongs to the share in which it begins."""
-    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), cuts, jnp.full(1, NEVER, jnp.int32)])
-    bounds = _count(begins, jnp.less, bounds)
-    first, end = bounds[:-1], bounds[1:]
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), end[:-1]])
     fields = segments[jnp.minimum(first, segments.shape[0] - 1)]
     return jnp.concatenate([first[:, None], end[:, None], fields], axis=1)
+
+
+def _running_max(numbers: jax.Array) -> jax.Array:
+    """Of numbers that are not negative."""
+    index = jnp.arange(numbers.size)
+    before, here, axis = _all_pairs(index, index)
+    met, _, _ = _all_pairs(numbers, index)
+    return jnp.where(before <= here, met, 0).max(axis)
 
 
 def _running_sum(numbers: jax.Array) -> jax.Array:
@@ -250,6 +335,11 @@ def _count(
     """How many of the numbers compare so with each of the places."""
     numbers, places, axis = _all_pairs(numbers, places)
     return compare(numbers, places).sum(axis, dtype=jnp.int32)
+
+
+def _ceil_div(numbers: jax.Array, by: jax.Array | int) -> jax.Array:
+    """Of numbers that are not negative; like lax.div without the branches of `//` for signs."""
+    return lax.div(numbers + (by - 1), jnp.asarray(by, jnp.int32))
 
 
 def _all_pairs(summed: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array, int]:

@@ -1,6 +1,8 @@
 """DecodePlan: every block of every row in exactly one segment, in even shares."""
 
+import bisect
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,46 @@ def test_the_segments_of_a_row_are_its_visible_blocks_in_order(lens, window, spl
             places += (own[:, 6] + own[:, 4]).tolist()
     assert len(set(places)) == len(places)
     assert max(places, default=0) < plan.max_pieces
+
+
+def plain_cuts(lens: list[int], num_shares: int, smallest: int) -> tuple[list, list[int]]:
+    """(row, begin, end) of each segment and the shares' cuts, as places among all blocks."""
+    blocks = [-(-length // BLOCK) for length in lens]
+    ends = list(itertools.accumulate(max(1, number) for number in blocks))
+    starts = [0, *ends[:-1]]
+    longest = max(1, *blocks)
+    pieces = max(1, (longest + smallest // 2) // smallest)
+    share = max(-(-ends[-1] // num_shares), -(-longest // pieces))
+    cuts = []
+    for cut in range(share, num_shares * share, share):
+        row = min(bisect.bisect_right(ends, cut), len(lens) - 1)
+        if cut - starts[row] < share // 32:
+            cut = starts[row]
+        elif ends[row] - cut < share // 32:
+            cut = ends[row]
+        cuts.append(cut)
+    segments = []
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        places = [start, *(cut for cut in cuts if start < cut < end), end]
+        segments += [(row, *piece) for piece in itertools.pairwise(places)]
+    return segments, cuts
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("rows", "processors"), [(1, 13), (9, 1), (20, 40), (40, 13), (70, 70)])
+def test_even_cuts_are_those_of_a_plain_loop(rows, processors, seed):
+    rng = np.random.default_rng(seed)
+    lens = (rng.integers(0, 20_000, rows) * rng.integers(0, 2, rows)).tolist()
+    plan = make_plan(tuple(lens), dataclasses.replace(TUNING, num_processors=processors))
+    wanted, cuts = plain_cuts(lens, processors, TUNING.min_split_tokens // BLOCK)
+    begins = [begin for _, begin, _ in wanted]
+    ends = [*(bisect.bisect_left(begins, cut) for cut in cuts), len(wanted)]
+    assert plan.shares[:, 1].tolist() == ends
+    segments = np.asarray(plan.segments)[: len(wanted)]
+    assert segments[:, 0].tolist() == [row for row, *_ in wanted]
+    steps = [end - begin if lens[row] else 0 for row, begin, end in wanted]
+    assert segments[:, 3].tolist() == steps
+    assert (np.asarray(plan.segments)[len(wanted) :] == segments[-1]).all()
 
 
 def test_long_and_short_rows_make_even_shares():
