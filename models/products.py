@@ -18,9 +18,10 @@ MIN_ROWS_OF_LARGE, MAX_LARGE_SKINNY_BYTES = 32, 128 << 20
 """Of so many rows, XLA splits K of larger weights, too, and sums up in a kernel of its own; the
 skinny kernel leaves that to the next one."""
 MIN_GATED_ROWS = 8
-MIN_GATED_ROWS_OF_SMALL = 2048
+MIN_GATED_ROWS_OF_SMALL, MIN_GATED_ROWS_AT_ONCE = 2048, 64
 """From so many rows on, gate and up are multiplied and gated in one kernel; where they are not
-larger than MAX_SKINNY_BYTES, it has enough tiles for all multiprocessors from the second on."""
+larger than MAX_SKINNY_BYTES, it has enough tiles for all multiprocessors from the second on, and
+from the third on if narrow tiles all run at the same time (`gated_product.runs_at_once`)."""
 
 
 def product_precision(dtype: jnp.dtype) -> lax.Precision | None:
@@ -66,10 +67,15 @@ def skinny_or_multiply(x: jax.Array, weight: LayerSlice, num_in_dims: int) -> ja
 
 def fits_gated_up(x: jax.Array, weight: LayerSlice) -> bool:
     """Whether `multiply_and_gate` takes x [T, D] and gate and up [D, 2, F], and should."""
-    is_large = weight.num_bytes > MAX_SKINNY_BYTES
-    if x.shape[0] < (MIN_GATED_ROWS if is_large else MIN_GATED_ROWS_OF_SMALL):
-        return False
-    return gated_product.fits_gated_product(x.shape, weight.matrices().shape, weight.dtype)
+    rows = x.shape[0]
+    if weight.num_bytes > MAX_SKINNY_BYTES:
+        should = rows >= MIN_GATED_ROWS
+    else:
+        at_once = gated_product.runs_at_once(rows, weight.shape[-1])
+        should = rows >= (MIN_GATED_ROWS_AT_ONCE if at_once else MIN_GATED_ROWS_OF_SMALL)
+    return should and gated_product.fits_gated_product(
+        x.shape, weight.matrices().shape, weight.dtype
+    )
 
 
 def multiply_and_gate(x: jax.Array, weight: LayerSlice, *, activation: Activation) -> jax.Array:

@@ -1,5 +1,6 @@
 """Gate and up multiplied and gated in one kernel: agreement, then time beside product and gate."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -13,21 +14,27 @@ from benchmarks.kernel_cases.timing import random_array
 from pallas_kernels.fused import xla_fused
 from pallas_kernels.fused.fused_inputs import Activation
 from pallas_kernels.fused.gated_activation import gated_activation
-from pallas_kernels.products.gated_product import gated_product
-from pallas_kernels.products.gated_product_kernel import GatedProductTuning
+from pallas_kernels.products.gated_product import default_tuning, gated_product
 
 TOLERANCE = 3e-3  # one rounding to bfloat16
 ROTATED_BYTES = 200e6  # of weights that calls take turns over, so that L2 cannot serve them
 
 # model -> (D, F)
-MODELS = {"0.6B": (1024, 3072), "8B": (4096, 14336)}
+MODELS = {"0.6B": (1024, 3072), "1B": (2048, 8192), "8B": (4096, 14336)}
 CHECKED_ROWS = (8, 64, 104, 256, 1000, 8192)
+TILE_ROWS = (8, 200, 256, 1000)  # at which 0.6B checks every tile
 TIMED_ROWS = (8, 64, 128, 256, 512, 1024, 2048, 8192)
-# Changes of the tuning.
+# Changes of the tuning that the shapes get.
+TILES: dict[str, dict[str, int]] = {
+    "column tile 128": {"column_tile": 128, "warpgroups": 2},
+    "column tile 64": {"column_tile": 64, "warpgroups": 2},
+    "column tile 64 warpgroups 1": {"column_tile": 64, "warpgroups": 1},
+}
 VARIANTS: dict[str, dict[str, int]] = {
     "as it is": {},
     "row group 4": {"row_group": 4},
     "row group 16": {"row_group": 16},
+    **TILES,
 }
 
 
@@ -36,8 +43,11 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for (model, shape), rows in itertools.product(MODELS.items(), CHECKED_ROWS):
         title = f"gated check {model} {rows} rows"
-        found[title] = functools.partial(check, rows, *shape)
-    overlapping = functools.partial(check, 1001, 1024, 1344, "float16", "gelu_tanh")
+        found[title] = functools.partial(check, rows, *shape, {})
+    for (name, changes), rows in itertools.product(TILES.items(), TILE_ROWS):
+        title = f"gated check 0.6B {rows} rows {name}"
+        found[title] = functools.partial(check, rows, *MODELS["0.6B"], changes)
+    overlapping = functools.partial(check, 1001, 1024, 1344, {}, "float16", "gelu_tanh")
     found["gated check overlapping columns gelu fp16"] = overlapping
     for (model, shape), rows in itertools.product(MODELS.items(), TIMED_ROWS):
         title = f"gated time {model} {rows} rows"
@@ -51,17 +61,19 @@ def check(
     rows: int,
     depth: int,
     width: int,
+    changes: dict[str, int],
     dtype: str = "bfloat16",
     activation: Activation = "silu",
 ) -> dict[str, Any]:
     """Compare layer 1 of 2 with a gate in float32 of float32 sums; the worst row counts."""
     weights = random_array(2, (2, depth, 2 * width), dtype)
     x = random_array(3, (rows, depth), dtype) * depth**-0.5
+    tuning = dataclasses.replace(default_tuning(rows, width), **changes)
 
     @jax.jit
     def error(x, weights):
         index = jnp.array([1], jnp.int32)
-        got = gated_product(x, weights, index, activation=activation)
+        got = gated_product(x, weights, index, activation=activation, tuning=tuning)
         sums = jnp.dot(x, weights[1], preferred_element_type=jnp.float32)
         want = xla_fused.gated_activation(sums, activation=activation, dtype="float32")
         norm = functools.partial(jnp.linalg.norm, axis=1)
@@ -74,7 +86,7 @@ def check(
 
 def time_one(rows: int, depth: int, width: int, changes: dict[str, int]) -> dict[str, Any]:
     """The one kernel, which reads its layer of a stack."""
-    tuning = GatedProductTuning(**changes)
+    tuning = dataclasses.replace(default_tuning(rows, width), **changes)
 
     def by_kernel(x, layer, weights):
         index = jnp.array([layer], jnp.int32)

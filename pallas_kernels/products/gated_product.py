@@ -8,12 +8,13 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.fused.fused_inputs import Activation
 from pallas_kernels.products.gated_product_kernel import (
     BLOCK_K,
-    COLUMN_TILE,
+    COLUMN_TILES,
     STORED_COLUMNS,
     GatedProductPlan,
     GatedProductTuning,
@@ -22,6 +23,9 @@ from pallas_kernels.products.gated_product_kernel import (
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _ROW_MULTIPLE = 8
+# Smallest first: 64 rows x 64 columns, 128 x 64.
+_NARROW_TILES = [GatedProductTuning(column_tile=64, warpgroups=count) for count in (1, 2)]
+_WIDE_TILES = GatedProductTuning()  # 128 x 128
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "interpret", "tuning"))
@@ -46,7 +50,7 @@ def gated_product(
       layer: [1] int32, which layer to read.
       activation: "silu", or "gelu_tanh" (GELU by its tanh approximation).
       interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU.
-      tuning: sizes of the kernel; None = the default ones.
+      tuning: sizes of the kernel; None = those of `default_tuning`.
 
     Returns:
       [T, F] in x's dtype: `activation(x @ gate) * (x @ up)`.
@@ -65,13 +69,14 @@ def gated_product(
     num_rows, depth = x.shape
     if num_rows % _ROW_MULTIPLE:
         x = jnp.pad(x, ((0, -num_rows % _ROW_MULTIPLE), (0, 0)))
+    width = weights.shape[2] // 2
     plan = GatedProductPlan(
         rows=x.shape[0],
         depth=depth,
-        width=weights.shape[2] // 2,
+        width=width,
         activation=activation,
         dtype=x.dtype,
-        tuning=tuning or GatedProductTuning(),
+        tuning=tuning or default_tuning(num_rows, width),
     )
     return launch(plan, x, weights, layer, interpret)[:num_rows]
 
@@ -81,6 +86,28 @@ def fits_gated_product(
 ) -> bool:
     """Whether `gated_product` takes x [T, D] and weights [L, D, 2 * F] of this dtype."""
     return _refusal(x_shape, weights_shape, dtype) is None
+
+
+def default_tuning(rows: int, width: int) -> GatedProductTuning:
+    """Sizes of the kernel for x [rows, D] and an output of `width` columns.
+
+    Small tiles move more bytes for a product, but more multiprocessors share them: the smallest
+    ones serve of which all run at the same time. Where the narrow ones are too many for that, wide
+    ones keep most multiprocessors busy.
+    """
+    for tuning in _NARROW_TILES:
+        if pl.cdiv(rows, tuning.row_tile) * pl.cdiv(width, tuning.column_tile) <= tuning.programs:
+            return tuning
+    return _WIDE_TILES
+
+
+def runs_at_once(rows: int, width: int) -> bool:
+    """Whether narrow tiles of an output [rows, width] all run at the same time.
+
+    Where they do, `default_tuning` takes them, and small weights are multiplied faster than by XLA
+    and a kernel for the gate: [256, 1024] by [1024, 2 * 3072] in 9.0 instead of 12.9 us.
+    """
+    return default_tuning(rows, width) in _NARROW_TILES
 
 
 def _refusal(
@@ -95,9 +122,10 @@ def _refusal(
     width, rest = divmod(weights_shape[2], 2)
     if not rows:
         return "x must have at least 1 row; got 0"
-    if not depth or depth % BLOCK_K or rest or width < COLUMN_TILE or width % STORED_COLUMNS:
+    min_width = max(COLUMN_TILES)
+    if not depth or depth % BLOCK_K or rest or width < min_width or width % STORED_COLUMNS:
         return (
             f"D must be a multiple of {BLOCK_K}, and F of {STORED_COLUMNS} and at least "
-            f"{COLUMN_TILE}; got {depth} and {width}"
+            f"{min_width}; got {depth} and {width}"
         )
     return None

@@ -1,9 +1,8 @@
 """The gated product's kernel: a ring of x and weights, two sums in registers, the gate of them.
 
-A thread block makes tiles of 128 rows and 128 columns, one after another. Its loading warpgroup
-runs ahead through the ring, also while the two computing ones, of 64 rows each, gate and store.
-Where there are fewer rows, the missing ones are computed for nothing: reading the weights takes
-longer.
+A thread block makes its tiles of rows and columns one after another. Its loading warpgroup runs
+ahead through the ring, also while the computing ones, of 64 rows each, gate and store. Where there
+are fewer rows, the missing ones are computed for nothing: reading the weights takes longer.
 """
 
 import functools
@@ -23,13 +22,11 @@ from pallas_kernels.products.wgmma_tiles import TILED
 
 BLOCK_K = 64  # of a ring step
 GROUP_ROWS = 64  # of x, of one WGMMA
-COMPUTING = 2  # warpgroups, one below the other
-ROW_TILE = COMPUTING * GROUP_ROWS
-COLUMN_TILE = 128  # of the output: so many columns of the gate, and as many of up
 STORED_COLUMNS = 64  # that a warpgroup stages at a time
-MAX_STAGES = 4  # what shared memory holds beside the staged output
+COLUMN_TILES = (64, 128)
 
-_COMPUTE_REGISTERS, _LOAD_REGISTERS = 232, 40  # of a thread; the computing ones hold both sums
+_SHARED_NUMBERS = 112 << 10  # of 2 bytes, in ring and staged output; 3 KiB are left for the rest
+_COMPUTE_REGISTERS, _LOAD_REGISTERS = 232, 40  # of a thread, of 3 warpgroups; 2 begin with enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +34,41 @@ class GatedProductTuning:
     """Sizes of the kernel.
 
     Attributes:
-      stages: ring steps in flight, at most 4.
+      column_tile: columns of the output in a tile, 64 or 128: so many of the gate, and of up.
+      warpgroups: computing ones, 1 or 2, of 64 rows of a tile each.
+      stages: ring steps in flight at most, 2 or more; shared memory may hold fewer.
       row_group: row tiles that are computed side by side, so that L2 holds their weights.
       programs: thread blocks at most, one a multiprocessor.
     """
 
-    stages: int = MAX_STAGES
+    column_tile: int = 128
+    warpgroups: int = 2
+    stages: int = 8
     row_group: int = 8
     programs: int = 132
 
     def __post_init__(self):
-        """Refuse what would not fit shared memory, or never begin."""
-        if not 1 <= self.stages <= MAX_STAGES:
-            raise ValueError(f"stages must be 1 to {MAX_STAGES}; got {self.stages}")
-        if self.row_group < 1 or self.programs < 1:
-            raise ValueError(
-                "row_group and programs must be at least 1; "
-                f"got {self.row_group} and {self.programs}"
-            )
+        """Refuse what would not fit registers, or never begin or end."""
+        if self.column_tile not in COLUMN_TILES:
+            raise ValueError(f"column_tile must be 64 or 128; got {self.column_tile}")
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups must be 1 or 2; got {self.warpgroups}")
+        if self.stages < 2:  # a slot is only freed when the next step has come
+            raise ValueError(f"stages must be at least 2; got {self.stages}")
+        others = self.row_group, self.programs
+        if min(others) < 1:
+            raise ValueError(f"row_group and programs must be at least 1; got {others}")
+
+    @property
+    def row_tile(self) -> int:
+        """Rows of a tile."""
+        return self.warpgroups * GROUP_ROWS
+
+    @property
+    def ring_stages(self) -> int:
+        """Ring steps in flight, beside the staged output."""
+        step = (self.row_tile + 2 * self.column_tile) * BLOCK_K
+        return min(self.stages, (_SHARED_NUMBERS - self.row_tile * self.column_tile) // step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +90,17 @@ class GatedProductPlan:
     @property
     def tile_rows(self) -> int:
         """Rows of x in a tile: all that a tile takes, unless there are fewer."""
-        return min(self.rows, ROW_TILE)
+        return min(self.rows, self.tuning.row_tile)
 
     @property
     def row_tiles(self) -> int:
         """Of x; the last one overlaps its neighbour."""
-        return -(-self.rows // ROW_TILE)
+        return -(-self.rows // self.tuning.row_tile)
 
     @property
     def column_tiles(self) -> int:
         """Of the output; likewise."""
-        return -(-self.width // COLUMN_TILE)
+        return -(-self.width // self.tuning.column_tile)
 
     @property
     def tiles(self) -> int:
@@ -102,8 +116,8 @@ class GatedProductPlan:
 class _Ring(NamedTuple):
     """Tiles of x and weights in shared memory, and who may touch them."""
 
-    x: Any  # [stages, ROW_TILE, BLOCK_K]; rows that x lacks are never written
-    weights: Any  # [stages, 2, BLOCK_K, COLUMN_TILE], gate and up
+    x: Any  # [stages, row_tile, BLOCK_K]; rows that x lacks are never written
+    weights: Any  # [stages, 2, BLOCK_K, column_tile], gate and up
     full: Any
     free: Any
 
@@ -124,7 +138,7 @@ def launch(
         out_type=jax.ShapeDtypeStruct((plan.rows, plan.width), plan.dtype),
         grid=(plan.programs,),
         grid_names=("program",),
-        num_threads=COMPUTING + 1,
+        num_threads=plan.tuning.warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -138,27 +152,30 @@ def launch(
 
 def _kernel(plan: GatedProductPlan, x_ref: Any, w_ref: Any, layer_ref: Any, out_ref: Any) -> None:
     """Allocate shared memory and barriers, then run the warpgroups."""
-    stages = plan.tuning.stages
+    tuning, warpgroups, stages = plan.tuning, plan.tuning.warpgroups, plan.tuning.ring_stages
 
     def run(ring, staged):
-        @pl.when(lax.axis_index("wg") < COMPUTING)
+        @pl.when(lax.axis_index("wg") < warpgroups)
         def _compute():
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            if warpgroups == 2:
+                plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             _compute_tiles(plan, ring, staged.at[lax.axis_index("wg")], out_ref)
 
-        @pl.when(lax.axis_index("wg") == COMPUTING)
+        @pl.when(lax.axis_index("wg") == warpgroups)
         def _load():
-            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+            if warpgroups == 2:
+                plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
             _load_tiles(plan, ring, x_ref, w_ref, layer_ref)
 
-    weights_shape = (stages, 2, BLOCK_K, COLUMN_TILE)
+    weights_shape = (stages, 2, BLOCK_K, tuning.column_tile)
     ring = _Ring(
-        x=plgpu.SMEM((stages, ROW_TILE, BLOCK_K), plan.dtype, transforms=TILED),
+        x=plgpu.SMEM((stages, tuning.row_tile, BLOCK_K), plan.dtype, transforms=TILED),
         weights=plgpu.SMEM(weights_shape, plan.dtype, transforms=TILED),
         full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
     )
-    staged_shape = (COMPUTING, COLUMN_TILE // STORED_COLUMNS, GROUP_ROWS, STORED_COLUMNS)
+    slots = tuning.column_tile // STORED_COLUMNS
+    staged_shape = (warpgroups, slots, GROUP_ROWS, STORED_COLUMNS)
     staged = plgpu.SMEM(staged_shape, plan.dtype, transforms=TILED)
     pl.run_scoped(run, ring, staged, collective_axes="wg")
 
@@ -181,15 +198,15 @@ def _for_each_tile(plan: GatedProductPlan, do: Any) -> jax.Array:
 
 def _tile(plan: GatedProductPlan, number: jax.Array) -> _Tile:
     """Tiles go down a group of rows, then to the right."""
-    row_group = min(plan.tuning.row_group, plan.row_tiles)
+    row_group, column_tile = min(plan.tuning.row_group, plan.row_tiles), plan.tuning.column_tile
     group, place = divide(number, row_group * plan.column_tiles)
     first = group * row_group
     rows = jnp.minimum(row_group, plan.row_tiles - first)
     column, row = lax.div(place, rows), first + lax.rem(place, rows)
     # The last tiles begin where they still fit; what is done twice has the same result.
     return _Tile(
-        row=jnp.minimum(row * ROW_TILE, plan.rows - plan.tile_rows),
-        column=jnp.minimum(column * COLUMN_TILE, plan.width - COLUMN_TILE),
+        row=jnp.minimum(row * plan.tuning.row_tile, plan.rows - plan.tile_rows),
+        column=jnp.minimum(column * column_tile, plan.width - column_tile),
     )
 
 
@@ -197,7 +214,7 @@ def _load_tiles(
     plan: GatedProductPlan, ring: _Ring, x_ref: Any, w_ref: Any, layer_ref: Any
 ) -> None:
     """Fetch the rows of x and the weights of all tiles, in order."""
-    stages = jnp.int32(plan.tuning.stages)
+    stages = jnp.int32(plan.tuning.ring_stages)
     layer = layer_index(layer_ref, w_ref)
 
     def load(tile: _Tile, position):
@@ -207,7 +224,7 @@ def _load_tiles(
             pl.when(position + index >= stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
             depth = pl.ds(index * BLOCK_K, BLOCK_K)
             for part in range(2):
-                columns = pl.ds(tile.column + part * plan.width, COLUMN_TILE)
+                columns = pl.ds(tile.column + part * plan.width, plan.tuning.column_tile)
                 source, target = w_ref.at[layer, depth, columns], ring.weights.at[slot, part]
                 plgpu.copy_gmem_to_smem(source, target, ring.full.at[slot])
             source = x_ref.at[pl.ds(tile.row, plan.tile_rows), depth]
@@ -235,8 +252,8 @@ def _compute_tiles(plan: GatedProductPlan, ring: _Ring, staged: Any, out_ref: An
 def _multiply(
     plan: GatedProductPlan, ring: _Ring, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gate and up of a tile, float32[64, 128] each, from the ring's steps from `position` on."""
-    warpgroup, stages = lax.axis_index("wg"), jnp.int32(plan.tuning.stages)
+    """Gate and up, float32[64, column_tile] each, from the ring's steps from `position` on."""
+    warpgroup, stages = lax.axis_index("wg"), jnp.int32(plan.tuning.ring_stages)
     rows = pl.ds(warpgroup * GROUP_ROWS, GROUP_ROWS)
 
     def accumulate(gate, up):
@@ -256,7 +273,7 @@ def _multiply(
         plgpu.barrier_arrive(ring.free.at[lax.rem(position + plan.steps - 1, stages)])
         return gate[...], up[...]
 
-    sums = plgpu.WGMMAAccumulatorRef((GROUP_ROWS, COLUMN_TILE), jnp.float32)
+    sums = plgpu.WGMMAAccumulatorRef((GROUP_ROWS, plan.tuning.column_tile), jnp.float32)
     return pl.run_scoped(accumulate, sums, sums)
 
 
@@ -264,7 +281,7 @@ def _gate_and_store(
     plan: GatedProductPlan, staged: Any, out_ref: Any, tile: _Tile, gate: jax.Array, up: jax.Array
 ) -> None:
     """Store `activation(gate) * up` of this warpgroup, some columns at a time."""
-    slots = COLUMN_TILE // STORED_COLUMNS
+    slots = plan.tuning.column_tile // STORED_COLUMNS
     for slot in range(slots):
         start = slot * STORED_COLUMNS
         part = slice(start, start + STORED_COLUMNS)
@@ -273,7 +290,7 @@ def _gate_and_store(
         staged[slot] = gated
         plgpu.commit_smem()
         columns = pl.ds(tile.column + start, STORED_COLUMNS)
-        for group in range(COMPUTING):  # the last one may lack rows, or all of them
+        for group in range(plan.tuning.warpgroups):  # the last one may lack rows, or all of them
             count = min(GROUP_ROWS, plan.tile_rows - group * GROUP_ROWS)
             if count > 0:
                 rows = pl.ds(tile.row + group * GROUP_ROWS, count)

@@ -15,7 +15,13 @@ from models.invariant_kernels import invariant_kernels
 from models.kernels import ModelKernels, model_kernels
 from models.layer_slice import LayerSlice
 from models.layers import GatedMLP, OffsetRMSNorm, RMSNorm
-from models.products import MAX_SKINNY_BYTES, MIN_GATED_ROWS, multiply_and_gate
+from models.products import (
+    MAX_SKINNY_BYTES,
+    MAX_SKINNY_ROWS,
+    MIN_GATED_ROWS,
+    MIN_GATED_ROWS_AT_ONCE,
+    multiply_and_gate,
+)
 from models.products import MIN_GATED_ROWS_OF_SMALL as MANY_ROWS
 from pallas_kernels.products import gated_product
 
@@ -28,13 +34,19 @@ def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def lower(
-    kernels: ModelKernels, rows: int, *, width: int = F, bias: bool = False, num_layers: int = 0
+    kernels: ModelKernels,
+    rows: int,
+    *,
+    depth: int = D,
+    width: int = F,
+    bias: bool = False,
+    num_layers: int = 0,
 ) -> str:
     """An MLP for CUDA; its weights are a layer of a stack, or arrays of their own."""
 
     def run(x, delta, gate_up, down):
-        norm = RMSNorm(D, eps=1e-6, dtype="bfloat16", kernels=kernels)
-        mlp = GatedMLP(D, width, dtype="bfloat16", kernels=kernels, bias=bias)
+        norm = RMSNorm(depth, eps=1e-6, dtype="bfloat16", kernels=kernels)
+        mlp = GatedMLP(depth, width, dtype="bfloat16", kernels=kernels, bias=bias)
         if num_layers:
             gate_up, down = (LayerSlice.of_layer(stack, 1) for stack in (gate_up, down))
         vars(mlp.gate_up_proj)["weight"].set_value(gate_up)
@@ -42,10 +54,10 @@ def lower(
         return mlp(x, delta, norm)
 
     stack = (num_layers,) if num_layers else ()
-    weights = array(*stack, D, 2, width), array(*stack, width, D)
-    traced = jax.jit(run).trace(array(rows, D), array(rows, D), *weights)
+    weights = array(*stack, depth, 2, width), array(*stack, width, depth)
+    traced = jax.jit(run).trace(array(rows, depth), array(rows, depth), *weights)
     residual, down = traced.out_info
-    assert residual.shape == down.shape[-2:] == (rows, D)
+    assert residual.shape == down.shape[-2:] == (rows, depth)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -70,9 +82,25 @@ def test_few_rows_do_so_with_a_large_weight():
     assert facts(lower(ON_GPU, fewer, width=width), fewer, width)[1]
 
 
+@pytest.mark.parametrize(("rows", "num_products"), [(128, 1), (256, 1), (512, 2)])
+def test_rows_whose_tiles_all_run_at_once_do_so_with_a_small_weight(rows, num_products):
+    width = 3072
+    text = lower(ON_GPU, rows, depth=1024, width=width)
+    assert text.count("stablehlo.dot_general") == num_products  # XLA's: down, or gate and up, too
+    assert facts(text, rows, width) == (2, num_products == 2)
+
+
+def test_fewer_rows_of_a_small_weight_stay_with_the_skinny_kernel():
+    few = MIN_GATED_ROWS_AT_ONCE - 1
+    assert facts(lower(ON_GPU, few), few)[0] == 4  # norm, gate and up, the gate of it, down
+    text = lower(ON_GPU, MIN_GATED_ROWS_AT_ONCE)
+    assert facts(text, MIN_GATED_ROWS_AT_ONCE) == (3, False)
+    assert facts(lower(ON_GPU, MAX_SKINNY_ROWS + 8), MAX_SKINNY_ROWS + 8) == (2, False)
+
+
 @pytest.mark.parametrize(
     ("rows", "options"),
-    [(MANY_ROWS - 8, {}), (MANY_ROWS, {"bias": True}), (MANY_ROWS, {"width": 96})],
+    [(MANY_ROWS - 8, {"width": 2 * F}), (MANY_ROWS, {"bias": True}), (MANY_ROWS, {"width": 96})],
 )
 def test_other_rows_and_weights_keep_norm_product_and_gate(rows, options):
     width = options.get("width", F)
@@ -125,7 +153,7 @@ def test_the_kernel_gives_the_numbers_of_norm_product_and_gate(monkeypatch):
 
     by_kernel = functools.partial(gated_product.gated_product, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(gated_product, "gated_product", interpreted)
-    monkeypatch.setattr(products, "MIN_GATED_ROWS_OF_SMALL", 8)
+    monkeypatch.setattr(products, "MIN_GATED_ROWS_AT_ONCE", 8)
     residual, product = run_mlp(replace(by_xla, gated_up=multiply_and_gate))
     assert len(calls) == 1
     np.testing.assert_array_equal(residual, want[0])

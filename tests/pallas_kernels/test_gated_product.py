@@ -7,12 +7,23 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fused.xla_fused import ACTIVATIONS
-from pallas_kernels.products.gated_product import fits_gated_product, gated_product
+from pallas_kernels.products.gated_product import (
+    default_tuning,
+    fits_gated_product,
+    gated_product,
+    runs_at_once,
+)
 from pallas_kernels.products.gated_product_kernel import GatedProductTuning
 
 INTERPRET = plgpu.InterpretGPUParams()
 LAYER = jnp.array([1], jnp.int32)
 REAL = [(4096, 14336), (1024, 3072)]  # D and F of Llama-3-8B and of Qwen3-0.6B
+# The tiles that are chosen by default: 64 rows x 64 columns, 128 x 64, 128 x 128.
+SMALL, NARROW, WIDE = TILES = [
+    {"column_tile": 64, "warpgroups": 1},
+    {"column_tile": 64, "warpgroups": 2},
+    {"column_tile": 128, "warpgroups": 2},
+]
 
 
 def make_inputs(rows, depth, width, dtype="bfloat16"):
@@ -40,6 +51,11 @@ CASES = [
     (1, 128, 128, "bfloat16", "silu", {}),
     (64, 192, 192, "bfloat16", "silu", {"stages": 2, "programs": 1}),
     (75, 128, 256, "float16", "gelu_tanh", {"programs": 1}),
+    (72, 192, 192, "float16", "silu", {"warpgroups": 1, "programs": 1}),
+    (75, 640, 192, "bfloat16", "gelu_tanh", {**SMALL, "programs": 2}),
+    (200, 192, 128, "bfloat16", "silu", {**SMALL, "stages": 2, "programs": 3, "row_group": 2}),
+    (256, 64, 128, "float16", "gelu_tanh", {**NARROW, "stages": 2}),
+    (136, 448, 192, "bfloat16", "silu", {**NARROW, "programs": 2, "row_group": 1}),
 ]
 
 
@@ -76,6 +92,14 @@ def test_real_shapes_lower_for_cuda_and_copy_nothing(depth, width, rows):
     assert "stablehlo.slice" not in text
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_lowers_for_cuda(tile):
+    tuning = GatedProductTuning(**tile)
+    out, text = lower(200, 1024, 3072, activation="silu", tuning=tuning)
+    assert (out.shape, out.dtype) == ((200, 3072), jnp.bfloat16)
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
 def test_the_other_types_lower_for_cuda():
     tuning = GatedProductTuning(stages=3)
     out, text = lower(1001, 1024, 192, "float16", activation="gelu_tanh", tuning=tuning)
@@ -102,10 +126,52 @@ def test_what_does_not_fit_is_refused_in_one_sentence(x, weights, activation, me
         gated_product(x, weights, LAYER, activation=activation)
 
 
-@pytest.mark.parametrize("sizes", [{"stages": 5}, {"stages": 0}, {"row_group": 0}, {"programs": 0}])
-def test_a_tuning_that_would_not_run_is_refused(sizes):
-    with pytest.raises(ValueError, match="must be"):
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"stages": 1}, "stages must be at least 2; got 1"),
+        ({"column_tile": 32}, "column_tile must be 64 or 128; got 32"),
+        ({"warpgroups": 3}, "warpgroups must be 1 or 2; got 3"),
+        ({"row_group": 0}, r"at least 1; got \(0, 132\)"),
+        ({"programs": 0}, r"at least 1; got \(8, 0\)"),
+    ],
+)
+def test_a_tuning_that_would_not_run_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
         GatedProductTuning(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("tile", "stages"), [(WIDE, 4), ({"warpgroups": 1}, 5), (SMALL, 8), (NARROW, 6)]
+)
+def test_the_ring_takes_the_stages_that_shared_memory_holds(tile, stages):
+    tuning = GatedProductTuning(**tile)
+    assert tuning.ring_stages == stages
+    assert GatedProductTuning(**tile, stages=3).ring_stages == 3
+    stage = (tuning.row_tile + 2 * tuning.column_tile) * 64 * 2
+    staged = tuning.row_tile * tuning.column_tile * 2
+    free = 227 * 1024 - staged - stages * stage
+    assert 2048 <= free
+    assert stages == 8 or free - stage < 3072
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "tile"),
+    [
+        (8, 3072, SMALL),
+        (128, 3072, SMALL),  # 96 tiles
+        (136, 3072, NARROW),  # small ones would be 144
+        (256, 3072, NARROW),  # 96
+        (257, 3072, WIDE),  # narrow ones would be 144
+        (8, 8448, SMALL),  # 132
+        (72, 8448, NARROW),  # 132; small ones would be 264
+        (8, 8512, WIDE),  # small ones would be 133
+        (8, 14336, WIDE),
+    ],
+)
+def test_the_smallest_tiles_serve_of_which_all_run_at_the_same_time(rows, width, tile):
+    assert default_tuning(rows, width) == GatedProductTuning(**tile)
+    assert runs_at_once(rows, width) == (tile is not WIDE)
 
 
 def test_what_fits_can_be_asked():
@@ -117,15 +183,17 @@ def test_what_fits_can_be_asked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "depth", "width"),
+    ("rows", "depth", "width", "tile"),
     [
-        *((rows, *sizes) for sizes in REAL for rows in (8, 64, 256, 1000, 1024, 8192)),
-        (1001, 1024, 1344),  # padded rows; the last tiles of rows and columns overlap
-        (1024, 1024, 3136),  # 200 tiles of 132 programs; the last ones of columns overlap
+        *((rows, *sizes, None) for sizes in REAL for rows in (8, 64, 256, 1000, 1024, 8192)),
+        (1001, 1024, 1344, None),  # padded rows; the last tiles of rows and columns overlap
+        (1024, 1024, 3136, None),  # 200 tiles of 132 programs; the last ones of columns overlap
+        *((200, 1024, 3072, tile) for tile in TILES),
     ],
 )
-def test_on_a_gpu_it_is_the_gated_activation_of_the_product(rows, depth, width):
+def test_on_a_gpu_it_is_the_gated_activation_of_the_product(rows, depth, width, tile):
     x, weights = make_inputs(rows, depth, width)
-    got = gated_product(x, weights, LAYER, activation="silu")
+    tuning = None if tile is None else GatedProductTuning(**tile)
+    got = gated_product(x, weights, LAYER, activation="silu", tuning=tuning)
     want = expected(x, weights, "silu")
     np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=2e-2)
