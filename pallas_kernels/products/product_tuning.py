@@ -26,9 +26,12 @@ class ProductTuningConfig:
     enough_programs: int = 80
 
 
-# Not yet tuned. The transposed weight is the output head, whose logits need one plane.
+# The transposed weight is the output head, whose logits need one plane.
 _STORED_K_N = ProductTuningConfig()
 _STORED_N_K = ProductTuningConfig(block_k=128, max_partials=1)
+# Of many rows the partial sums weigh more, and narrow tiles need the fewest of them.
+_MANY_ROWS = 32
+_STORED_K_N_MANY_ROWS = ProductTuningConfig(block_n=64)
 
 # Measured choices: (device kind, padded rows, K, N, transposed) -> config.
 _PRODUCTS: dict[tuple[str, int, int, int, bool], ProductTuningConfig] = {}
@@ -38,5 +41,7 @@ def product_tuning(
     gpu: str | None, rows: int, depth: int, columns: int, transposed: bool
 ) -> ProductTuningConfig:
     """Config of [rows, depth] @ [depth, columns]; that of the layout where none is measured."""
-    key = (gpu or "", rows, depth, columns, transposed)
-    return _PRODUCTS.get(key, _STORED_N_K if transposed else _STORED_K_N)
+    of_layout = _STORED_N_K if transposed else _STORED_K_N
+    if rows >= _MANY_ROWS and not transposed:
+        of_layout = _STORED_K_N_MANY_ROWS
+    return _PRODUCTS.get((gpu or "", rows, depth, columns, transposed), of_layout)
