@@ -81,7 +81,6 @@ def make_engine(*, enable_prefix_caching: bool) -> Engine:
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         small_row_buckets=(1, 8),
-        mixed_row_bucket=128,
     )
     builder = BatchBuilder(
         buckets,
@@ -117,7 +116,10 @@ class HostRun:
             default_params=SamplingParams(),
             chat_template=None,
         )
-        self._loop = RequestLoop(InProcessClient(self.engine), OutputProcessor(None))
+        part_tokens = None if enable_prefix_caching else 2 * MAX_NUM_BATCHED_TOKENS
+        self._loop = RequestLoop(
+            InProcessClient(self.engine), OutputProcessor(None), part_tokens=part_tokens
+        )
 
     def run(self, workload: Workload) -> dict[str, float]:
         """Run a workload once, as `LLM.generate` does; milliseconds a step by stage."""

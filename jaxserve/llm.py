@@ -21,6 +21,7 @@ from jaxserve.processing.prompts import Message, Prompt
 from jaxserve.processing.request_loop import RequestLoop, Submission
 from jaxserve.processing.request_maker import Params, RequestMaker
 from jaxserve.processing.request_options import Priority, RequestOptions
+from jaxserve.processing.request_preparer import check_pool_length
 from jaxserve.progress import PromptProgress, StartProgress
 from jaxserve.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxserve.sleep_options import check_sleep, check_wake_tags
@@ -125,7 +126,9 @@ class LLM:
         processor = front_end.output_processor()
         self._watched = None if disable_log_stats else _watch(processor, config, self._built)
         client = InProcessClient(self._built.engine, self._make_watchdog())
-        self._loop = RequestLoop(client, self._watched or processor)
+        self._loop = RequestLoop(
+            client, self._watched or processor, part_tokens=_part_tokens(config, self._built)
+        )
 
     def _make_watchdog(self) -> Watchdog | None:
         """Logs where a step hangs. Only that: the values of a notebook live in this process."""
@@ -485,6 +488,9 @@ class LLM:
         Raises:
           RequestTooLongError: one can never fit the KV cache; nothing was generated.
         """
+        max_tokens = self.engine.scheduler.max_tokens_per_sequence
+        for request, _ in submissions:
+            check_pool_length(request, max_tokens)
         with PromptProgress(use_tqdm, len(submissions)) as progress:
             return self._loop.run(submissions, progress)
 
@@ -498,6 +504,21 @@ class LLM:
 
 def _advise_restart(message: str) -> None:
     logger.error("%s; if it never does, restart this process, or the notebook's kernel", message)
+
+
+def _part_tokens(config: EngineConfig, built: "BuiltEngine") -> int | None:
+    """Prompt tokens of requests with more than which a step may start; None = with all requests.
+
+    A step that leaves prompt tokens over is the same whether later requests wait or not, if the
+    first come first and each token takes its place in a step. More than this number are more than
+    the steps in flight take. With a prefix cache or a threshold a step goes further down the queue.
+    """
+    needs_all = (
+        config.scheduling_policy != "fcfs"
+        or built.engine.scheduler.has_prefix_cache
+        or config.long_prefill_token_threshold
+    )
+    return None if needs_all else config.max_steps_in_flight * built.limits.max_num_batched_tokens
 
 
 def _watch(

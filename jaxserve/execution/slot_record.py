@@ -1,6 +1,7 @@
 """The record of one state slot: the columns that a sequence has in the device state; no JAX."""
 
 import enum
+import struct
 
 import numpy as np
 
@@ -42,7 +43,7 @@ RECORD_SIZE = SlotField.FIRST_STOP_ID + MAX_STOP_IDS
 
 def float_bits(value: float) -> int:
     """The bits of a float32 as an int32."""
-    return int(np.float32(value).view(np.int32))
+    return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 def stop_ids_of(sequence: Sequence) -> tuple[int, ...]:
@@ -57,16 +58,15 @@ def write_record(record: np.ndarray, sequence: Sequence, num_computed_tokens: in
     params = sequence.request.sampling_params
     stop_ids = stop_ids_of(sequence)
     assert len(stop_ids) <= MAX_STOP_IDS, "checked when the request was made"
-    record[:] = 0
-    record[SlotField.NUM_TOKENS] = len(sequence.token_ids)
-    record[SlotField.NUM_COMPUTED] = num_computed_tokens
-    record[SlotField.NUM_PROMPT_TOKENS] = sequence.num_prompt_tokens
-    record[SlotField.MIN_TOKENS] = params.min_tokens
-    seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)
-    record[SlotField.SEED_LOW], record[SlotField.SEED_HIGH] = seed
-    record[SlotField.TEMPERATURE] = 0 if params.is_greedy else float_bits(params.temperature)
-    record[SlotField.TOP_K] = max(params.top_k, 0)
-    record[SlotField.TOP_P] = float_bits(params.top_p)
-    record[SlotField.MIN_P] = float_bits(params.min_p)
-    record[SlotField.FIRST_STOP_ID :] = -1
-    record[SlotField.FIRST_STOP_ID : SlotField.FIRST_STOP_ID + len(stop_ids)] = stop_ids
+    seed = struct.pack("<Q", sequence.seed & (2**64 - 1))
+    fields = [0] * SlotField.FIRST_STOP_ID  # a list: each assignment to an array takes 0.2 us
+    fields[SlotField.NUM_TOKENS] = len(sequence.token_ids)
+    fields[SlotField.NUM_COMPUTED] = num_computed_tokens
+    fields[SlotField.NUM_PROMPT_TOKENS] = sequence.num_prompt_tokens
+    fields[SlotField.MIN_TOKENS] = params.min_tokens
+    fields[SlotField.SEED_LOW], fields[SlotField.SEED_HIGH] = struct.unpack("<ii", seed)
+    fields[SlotField.TEMPERATURE] = 0 if params.is_greedy else float_bits(params.temperature)
+    fields[SlotField.TOP_K] = max(params.top_k, 0)
+    fields[SlotField.TOP_P] = float_bits(params.top_p)
+    fields[SlotField.MIN_P] = float_bits(params.min_p)
+    record[:] = (*fields, *stop_ids, *(-1,) * (MAX_STOP_IDS - len(stop_ids)))

@@ -1,10 +1,11 @@
 """PromptSearch: the beam search of one prompt as requests of one token."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchSequence
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
@@ -85,7 +86,7 @@ class PromptSearch:
             arrival = now
         return [
             (
-                dataclasses.replace(
+                msgspec.structs.replace(
                     request,
                     request_id=f"{request.request_id}-step-{self._num_steps}-beam-{index}",
                     prompt_token_ids=request.prompt_token_ids + beam.token_ids,

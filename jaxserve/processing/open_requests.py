@@ -1,8 +1,9 @@
 """OpenRequests: the requests whose clients wait, and the outputs that no one has taken yet."""
 
 import asyncio
-import dataclasses
 import itertools
+
+import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import RequestOutput
@@ -86,7 +87,7 @@ class OpenRequests:
         if name in self._engine_id_of:
             rule = "must differ from those of unfinished requests"
             raise InvalidRequestError.for_field("request_id", rule, name)
-        sent = dataclasses.replace(request, request_id=f"{name}#{next(self._numbers)}")
+        sent = msgspec.structs.replace(request, request_id=f"{name}#{next(self._numbers)}")
         self._processor.add(sent, text)
         self._engine_id_of[name] = sent.request_id
         self._inboxes[sent.request_id] = Inbox(request, sent)

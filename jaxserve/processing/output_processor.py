@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import RequestOutput, RequestStateStats
@@ -66,7 +66,6 @@ class OutputProcessor:
         self._requests[request.request_id] = _RequestState(
             request=request,
             prompt_text=prompt_text,
-            prompt_token_ids=list(request.prompt_token_ids),
             sequences=[SequenceOutput.start(request, i, tokenizer) for i in range(params.n)],
             gathers=gathers_until_end(params),
             stats=RequestStateStats(arrival_time=request.arrival_seconds, queued_ts=self._clock()),
@@ -118,15 +117,19 @@ class OutputProcessor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RequestState:
-    """One unfinished request; all its outputs share one list of prompt ids, which may be long."""
+    """One unfinished request.
+
+    All its outputs share one list of prompt ids, which may be long; the first of them makes it, not
+    `add`, for which the device may be waiting.
+    """
 
     request: Request
     prompt_text: str | None
-    prompt_token_ids: list[int]
     sequences: list[SequenceOutput]
     gathers: bool
     stats: RequestStateStats
     num_cached_tokens: int = 0
+    prompt_token_ids: list[int] = field(default_factory=list)
 
     @property
     def is_finished(self) -> bool:
@@ -186,6 +189,8 @@ class _RequestState:
         if not due or (kind is RequestOutputKind.FINAL_ONLY and not is_finished):
             return None
         shown = due if kind is RequestOutputKind.DELTA else self.sequences
+        if not self.prompt_token_ids:
+            self.prompt_token_ids += self.request.prompt_token_ids
         self.stats.num_generation_tokens = sum([len(s.token_ids) for s in self.sequences])
         return RequestOutput(
             request_id=self.request.request_id,

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +17,7 @@ type Prompt = str | Sequence[int] | Mapping[str, Any]
 type Message = Mapping[str, Any]
 type Params = SamplingParams | Sequence[SamplingParams]
 
+_IDS_AND_TEXT = frozenset(("prompt", "prompt_token_ids"))
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", *OPTION_KEYS)
 _KEYS_NOT_YET = {
     "decoder_prompt",
@@ -29,8 +29,7 @@ _KEYS_NOT_YET = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedPrompt:
+class ParsedPrompt(msgspec.Struct, frozen=True, gc=False):
     """One prompt.
 
     Attributes:
@@ -158,7 +157,9 @@ def _parse_mapping(
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError.for_field("prompt", "must be text", text)
-    options = RequestOptions.from_fields(**{key: prompt.get(key) for key in OPTION_KEYS})
+    options = NO_OPTIONS
+    if not _IDS_AND_TEXT.issuperset(prompt):
+        options = RequestOptions.from_fields(**{key: prompt.get(key) for key in OPTION_KEYS})
     if prompt.get("prompt_token_ids") is not None:
         token_ids = check_prompt_ids(prompt["prompt_token_ids"], vocab_size)
         return ParsedPrompt(token_ids, text, options)

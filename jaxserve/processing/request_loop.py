@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from jaxserve.engine_client import EngineClient
+from jaxserve.errors import EngineDeadError
 from jaxserve.outputs import RequestOutput
 from jaxserve.processing.output_processor import ProcessedStep
-from jaxserve.request import Request
+from jaxserve.request import FinishReason, Request
 from jaxserve.step import SequenceUpdate
 
 type Submission = tuple[Request, str | None]
@@ -40,12 +41,20 @@ class RequestLoop:
     Not safe to use from two threads at once. Ctrl-C takes effect between two steps, so that the
     engine stays usable.
 
+    Args:
+      client: of the engine.
+      processor: makes outputs of its updates.
+      part_tokens: many requests are handed over in parts of more prompt tokens than this, with a
+        step after each, so that the device does not wait for the last one; None = all at once.
+
     Attributes:
       output_seconds: host time spent on making outputs of tokens.
     """
 
-    def __init__(self, client: EngineClient, processor: Processor):
-        self._client, self._processor = client, processor
+    def __init__(
+        self, client: EngineClient, processor: Processor, *, part_tokens: int | None = None
+    ):
+        self._client, self._processor, self._part_tokens = client, processor, part_tokens
         self._inbox_of: dict[str, list[RequestOutput]] = {}
         self._left: list[str] = []
         self._is_advancing = False
@@ -63,13 +72,22 @@ class RequestLoop:
 
         Returns:
           The output of each request, in order.
+
+        Raises:
+          RequestTooLongError: one can never fit the engine. Those before it may have begun, unless
+            the caller has seen that all fit.
+          EngineDeadError: the engine was dead already; where it dies on the way, outputs tell so.
         """
         ids = [request.request_id for request, _ in submissions]
         inbox: list[RequestOutput] = []
+        parts, num_submitted = _cut(submissions, self._part_tokens), 0
         try:
-            self._submit(submissions, inbox)
             while (num_finished := len(inbox)) < len(ids):
-                self._advance()
+                if part := next(parts, None):
+                    self._submit(part, inbox, is_begun=num_submitted > 0)
+                    num_submitted += len(part)
+                if len(inbox) < num_submitted:
+                    self._advance()
                 show(len(inbox) - num_finished)
         finally:
             self._leave(ids)
@@ -100,30 +118,45 @@ class RequestLoop:
         """End all requests, and wait for the steps in flight."""
         self._leave(list(self._inbox_of))
 
-    def _submit(self, submissions: Sequence[Submission], inbox: list[RequestOutput]) -> None:
+    def _submit(
+        self,
+        submissions: Sequence[Submission],
+        inbox: list[RequestOutput],
+        *,
+        is_begun: bool = False,
+    ) -> None:
+        """Hand requests over; what a dead engine does not take ends as all that it had, if any."""
         with _DeferredInterrupt():
             for request, text in submissions:
                 self._inbox_of[request.request_id] = inbox
                 self._processor.add(request, text)
-                self._client.add(request)
+                try:
+                    self._client.add(request)
+                except EngineDeadError as error:
+                    if not is_begun:
+                        raise
+                    self._deliver(_failures(request, str(error)))
 
     def _advance(self) -> None:
         """One step; its outputs go to whoever waits for them."""
         with _DeferredInterrupt():
             self._is_advancing = True
             try:
-                updates = self._client.updates()
-                start = time.perf_counter()
-                step = self._processor.process(updates)
-                self.output_seconds += time.perf_counter() - start
-                for stop in step.aborts:
-                    self._client.stop(stop)
-                for output in step.outputs:
-                    self._inbox_of[output.request_id].append(output)
+                self._deliver(self._client.updates())
             finally:
                 self._is_advancing = False
             if self._left:
                 self._leave([])
+
+    def _deliver(self, updates: list[SequenceUpdate]) -> None:
+        """Make outputs, and put them where their callers look."""
+        start = time.perf_counter()
+        step = self._processor.process(updates)
+        self.output_seconds += time.perf_counter() - start
+        for stop in step.aborts:
+            self._client.stop(stop)
+        for output in step.outputs:
+            self._inbox_of[output.request_id].append(output)
 
     def _leave(self, request_ids: Sequence[str]) -> None:
         """End what is unfinished, and wait for steps in flight when nobody else needs any.
@@ -141,6 +174,31 @@ class RequestLoop:
                     self._client.abort(request_id)
             while not self._inbox_of and self._client.has_unfinished:
                 self._client.updates()
+
+
+def _cut(
+    submissions: Sequence[Submission], part_tokens: int | None
+) -> Iterator[Sequence[Submission]]:
+    """Cut requests, in their order, into parts of more prompt tokens; the last may have fewer."""
+    begin = num_tokens = 0
+    for end, (request, _) in enumerate(submissions, 1):
+        num_tokens += len(request.prompt_token_ids)
+        if end == len(submissions) or (part_tokens is not None and num_tokens > part_tokens):
+            yield submissions[begin:end]
+            begin, num_tokens = end, 0
+
+
+def _failures(request: Request, error: str) -> list[SequenceUpdate]:
+    """The updates that end all sequences of a request with an error."""
+    return [
+        SequenceUpdate(
+            request_id=request.request_id,
+            index=index,
+            finish_reason=FinishReason.ERROR,
+            error=error,
+        )
+        for index in range(request.sampling_params.n)
+    ]
 
 
 class _DeferredInterrupt:

@@ -140,7 +140,7 @@ class RequestMaker:
     ) -> list[Submission]:
         if params is None:
             params = self._checked_default_params()
-        checked = _CheckedParams(self._limits, output_kind)
+        checked = _CheckedParams(self._limits, output_kind, makes_text=self._tokenizer is not None)
         of_each = zip(
             prompts,
             list_params(params, len(prompts)),
@@ -195,8 +195,8 @@ class _CheckedParams:
     Equal parameters share a copy, since a request's are never changed and a copy takes 30 us.
     """
 
-    def __init__(self, limits: SamplingLimits, output_kind: RequestOutputKind):
-        self._limits, self._output_kind = limits, output_kind
+    def __init__(self, limits: SamplingLimits, output_kind: RequestOutputKind, *, makes_text: bool):
+        self._limits, self._output_kind, self._makes_text = limits, output_kind, makes_text
         self._last: tuple[SamplingParams, int, SamplingParams] | None = None
 
     def copy_of(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
@@ -206,6 +206,9 @@ class _CheckedParams:
             if num_prompt_tokens <= longest_prompt and params == given:
                 return shared
         copy = resolve_sampling_params(params, self._limits, num_prompt_tokens=num_prompt_tokens)
+        if copy.stop_strings and not self._makes_text:
+            rule = "must be empty when the engine has no tokenizer"
+            raise InvalidRequestError.for_field("stop", rule, copy.stop)
         copy.output_kind = self._output_kind
         self._last = params, num_prompt_tokens, copy
         return copy

@@ -1,8 +1,9 @@
 """RequestOptions: what a request asks besides its prompt and how its tokens are chosen."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self
+
+import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.field_checks import check_int, check_number
@@ -17,8 +18,7 @@ type Priority = int | Sequence[int] | None
 """One for all prompts, or one a prompt; lower runs earlier, None is 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Fields of a Request under the same names, see there; None means "not given"."""
 
     cache_salt: str | None = None

@@ -1,9 +1,10 @@
 """RequestPreparer: makes requests of prompts in threads, since the event loop must not wait."""
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
 
 from jaxserve.errors import EngineDeadError, RequestTooLongError
 from jaxserve.processing.request_loop import Submission
@@ -88,6 +89,6 @@ def _named(submissions: list[Submission], request_id: str | None) -> list[Submis
     else:
         names = [f"{request_id}-{index}" for index in range(len(submissions))]
     return [
-        (dataclasses.replace(request, request_id=name), text)
+        (msgspec.structs.replace(request, request_id=name), text)
         for (request, text), name in zip(submissions, names, strict=True)
     ]

@@ -1,5 +1,6 @@
 """Tests of jaxserve/llm.py and of what it is made of, on a tiny checkpoint with 256 words."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -22,8 +23,9 @@ from jaxserve.errors import (
     ModelLoadError,
     RequestTooLongError,
 )
-from jaxserve.llm import LLM
+from jaxserve.llm import LLM, _part_tokens
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.step import SequenceUpdate
 from tests.tiny_llm import CHAT_TEMPLATE, GOLDEN, MODEL, SETTINGS, to_text, write_tokenizer
 
 PROMPTS = [list(case.prompt) for case in GOLDEN.mixed if len(case.prompt) <= 60][:6]
@@ -344,6 +346,41 @@ def test_a_bad_chat_is_refused_in_one_sentence(llm: LLM, name: str):
     messages, options, message = BAD_CHATS[name]
     with pytest.raises(InvalidRequestError, match=message):
         llm.chat(messages, greedy(), use_tqdm=False, **options)
+
+
+def test_the_engine_begins_before_it_has_all_requests_where_that_changes_no_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    settings: dict[str, Any] = SETTINGS | {
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+    }
+    config = EngineConfig(model=MODEL, **settings)
+    early = LLM.from_config(config)
+    step, num_waiting = early.engine.step, list[int]()
+
+    def noting_step() -> list[SequenceUpdate]:
+        num_waiting.append(early.engine.scheduler.num_waiting)
+        return step()
+
+    monkeypatch.setattr(early.engine, "step", noting_step)
+    outputs = early.generate(PROMPTS * 9, greedy(6), use_tqdm=False)
+    assert ids(outputs) == [tokens[:6] for tokens in TOKENS] * 9
+    assert 0 < num_waiting[0] < len(outputs) - SETTINGS["max_num_seqs"]
+
+    assert _part_tokens(config, early.built) == 2 * 64
+    assert _part_tokens(config, llm.built) is None  # it has a prefix cache
+    for name, value in (("scheduling_policy", "priority"), ("long_prefill_token_threshold", 8)):
+        other = dataclasses.replace(config, **{name: value})
+        assert _part_tokens(other, early.built) is None
+
+
+def test_all_requests_are_seen_to_fit_the_pool_before_one_runs(llm: LLM, monkeypatch):
+    """The pool of SETTINGS takes all that the model does, so it is called smaller than it is."""
+    monkeypatch.setattr(type(llm.engine.scheduler), "max_tokens_per_sequence", 30)
+    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("a step ran"))
+    with pytest.raises(RequestTooLongError, match="must fit the KV cache of 30 tokens; got 5"):
+        llm.generate([[5, 6], [5] * 5], [greedy(20), greedy(26)], use_tqdm=False)
 
 
 def test_a_request_that_cannot_fit_the_pool_leaves_nothing_of_its_call_behind(

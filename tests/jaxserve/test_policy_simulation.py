@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,7 +155,7 @@ def make_ranked(
 ) -> Sequence:
     """A sequence with a place in the order."""
     sequence = make_sequence(name, *lengths, seed=seed)
-    sequence.request = dataclasses.replace(
+    sequence.request = msgspec.structs.replace(
         sequence.request, arrival_seconds=arrival_seconds, priority=priority
     )
     return sequence

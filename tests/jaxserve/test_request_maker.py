@@ -43,6 +43,12 @@ def test_a_longer_prompt_than_the_one_before_is_checked_with_equal_parameters():
         make([22, 23], SamplingParams(max_tokens=10))
 
 
+def test_stop_strings_are_refused_without_a_tokenizer_also_behind_good_ones():
+    good, bad = SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, stop="x")
+    with pytest.raises(InvalidRequestError, match="stop must be empty when .* no tokenizer"):
+        make([3, 3], [good, bad])
+
+
 def test_parameters_broken_after_they_were_made_are_refused_behind_good_ones():
     good, bad = SamplingParams(max_tokens=4), SamplingParams(max_tokens=4)
     bad.top_p = 2.0
