@@ -24,11 +24,12 @@ class PackedBatch:
     """One step, ready for upload.
 
     Attributes:
-      bucket: whose program takes it. A decode step whose sampler is in no program of a forward pass
-        takes the bucket of a step with prompt tokens.
+      bucket: whose program takes it. A decode step of few rows whose sampler is in no program of a
+        forward pass takes the bucket of a step with prompt tokens.
       packed: int32 buffer in the bucket's layout.
       admissions: buffers in the admission layout, to be applied before the step.
       mode: what the sampler has to do; None when no row samples.
+      sampler_rows: R of the sampler, where the bucket fuses none and a row samples; else 0.
       num_rows: real rows.
       num_tokens: real tokens.
       num_logprobs: for each real row the log-probabilities asked for, or None; empty when no
@@ -42,6 +43,7 @@ class PackedBatch:
     packed: np.ndarray
     admissions: tuple[np.ndarray, ...]
     mode: SampleMode | None
+    sampler_rows: int
     num_rows: int
     num_tokens: int
     num_logprobs: tuple[int | None, ...]
@@ -99,7 +101,9 @@ class BatchBuilder:
         rows = output.rows
         slots = [row.sequence.state_slot for row in rows]
         mode = _mode_of_rows(rows)
-        is_decode_only = output.num_decode_rows == len(rows) and mode is not None and mode.is_fused
+        is_decode_only = output.num_decode_rows == len(rows) and mode is not None
+        if mode is not None and not mode.is_fused and self._buckets.fuses_sampler(len(rows)):
+            is_decode_only = False
         num_scheduled = [row.num_scheduled_tokens for row in rows]
         num_steps = max(num_scheduled[: output.num_decode_rows], default=1)
         if num_steps > 1 and not is_decode_only:
@@ -130,6 +134,7 @@ class BatchBuilder:
             packed=packed,
             admissions=admissions,
             mode=mode,
+            sampler_rows=self._select_sampler(bucket, mode, len(rows)),
             num_rows=len(rows),
             num_tokens=output.num_tokens,
             num_logprobs=_num_logprobs(rows) if mode is SampleMode.FULL else (),
@@ -138,18 +143,32 @@ class BatchBuilder:
             copies=self._pack_copies(output.copies) if output.copies else (),
         )
 
-    def empty(self, bucket: Bucket, mode: SampleMode | None) -> PackedBatch:
-        """A step without rows, which runs the programs of a bucket and changes nothing."""
+    def empty(
+        self, bucket: Bucket, mode: SampleMode | None = None, *, sampler_rows: int = 0
+    ) -> PackedBatch:
+        """A step without rows, which runs the programs of a bucket and changes nothing.
+
+        Args:
+          bucket: of the step.
+          mode: of its sampler; None = it has none.
+          sampler_rows: R, where the bucket fuses none.
+        """
         return PackedBatch(
             bucket=bucket,
             packed=self._layouts[bucket].empty(self._unused_slot),
             admissions=(self._admission.empty(self._unused_slot),),
             mode=mode,
+            sampler_rows=sampler_rows,
             num_rows=0,
             num_tokens=0,
             num_logprobs=(),
             copies=(self._empty_pairs(),) if self.takes_copies else (),
         )
+
+    def _select_sampler(self, bucket: Bucket, mode: SampleMode | None, num_rows: int) -> int:
+        if mode is None or bucket.fuses_sampler:
+            return 0
+        return self._buckets.select_sampler(num_rows, is_greedy=mode == SampleMode.GREEDY)
 
     def _pack_tokens(self, token_ids: np.ndarray, output: SchedulerOutput) -> None:
         position = output.num_decode_rows

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+MAX_FUSED_SAMPLER_ROWS = 64
+"""Rows of decode buckets whose programs sample, too: a second dispatch would cost as much time as
+the device needs. Beyond, samplers are programs of their own, which all buckets share."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
@@ -22,6 +26,11 @@ class Bucket:
     num_steps: int = 1
     max_context: int = 0
 
+    @property
+    def fuses_sampler(self) -> bool:
+        """Whether its programs sample, each in one `SampleMode` that `is_fused`."""
+        return self.is_decode_only and self.num_rows <= MAX_FUSED_SAMPLER_ROWS
+
     def __str__(self) -> str:
         kind = "decode" if self.is_decode_only else "mixed"
         steps = f",W={self.num_steps}" if self.num_steps > 1 else ""
@@ -35,8 +44,8 @@ class BucketTable:
 
     Attributes:
       row_buckets: ascending S of pure decode steps; the last takes `max_num_seqs`.
-      token_buckets: ascending T of steps with prompt tokens; the last takes the token budget.
-      mixed_row_buckets: ascending S of those; the last takes `max_num_seqs`.
+      token_buckets: ascending T of steps with prompt tokens; the last takes the token budget. S is
+        T there, but at most the last of `row_buckets`.
       num_scheduler_steps: W of programs that run several decode steps; 1 = there are none.
       multi_step_rows: the row buckets up to it have such a program, too.
       short_context: the row buckets up to `short_context_rows` have a program more for sequences of
@@ -47,18 +56,37 @@ class BucketTable:
 
     row_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
-    mixed_row_buckets: tuple[int, ...]
     num_scheduler_steps: int = 1
     multi_step_rows: int = 0
     short_context: int = 0
     short_context_rows: int = 0
 
     @property
+    def max_num_rows(self) -> int:
+        """The largest S."""
+        return self.row_buckets[-1]
+
+    def sampler_sizes(self, *, is_greedy: bool) -> tuple[int, ...]:
+        """Ascending R of samplers that are programs of their own; the last takes the largest S.
+
+        Args:
+          is_greedy: of those that only find the highest logits. The others take a start's time, so
+            that there are fewer sizes, each at least half more than the one before.
+        """
+        sizes = [self.max_num_rows]
+        for S in reversed(self.row_buckets[:-1]):
+            is_far = is_greedy or 3 * S <= 2 * sizes[-1]
+            if S > MAX_FUSED_SAMPLER_ROWS and is_far:
+                sizes.append(S)
+        return tuple(reversed(sizes))
+
+    @property
     def most_multi_rows(self) -> int:
         """Rows that a program of several decode steps takes at most; 0 = there is none."""
         if self.num_scheduler_steps == 1:
             return 0
-        return max((S for S in self.row_buckets if S <= self.multi_step_rows), default=0)
+        most = min(self.multi_step_rows, MAX_FUSED_SAMPLER_ROWS)
+        return max((S for S in self.row_buckets if S <= most), default=0)
 
     def all(self) -> tuple[Bucket, ...]:
         """Every bucket, the cheap ones first."""
@@ -70,8 +98,7 @@ class BucketTable:
             for bucket in decode + several
             if self._may_be_short(bucket)
         ]
-        mixed = [Bucket(T, S, False) for T in self.token_buckets for S in self._rows_of(T)]
-        return tuple(decode + several + short + mixed)
+        return tuple(decode + several + short + [self._mixed(T) for T in self.token_buckets])
 
     def select(
         self,
@@ -103,21 +130,32 @@ class BucketTable:
             if is_short and self._may_be_short(bucket):
                 return replace(bucket, max_context=self.short_context)
             return bucket
-        for T in self.token_buckets:
-            fitting = [S for S in self._rows_of(T) if S >= num_rows]
-            if num_tokens <= T and fitting:
-                return Bucket(T, fitting[0], False)
+        for bucket in map(self._mixed, self.token_buckets):
+            if num_tokens <= bucket.num_tokens and num_rows <= bucket.num_rows:
+                return bucket
         raise ValueError(f"no bucket holds {num_tokens} tokens of {num_rows} rows; have {self}")
+
+    def fuses_sampler(self, num_rows: int) -> bool:
+        """Whether the decode bucket of so many rows does."""
+        return _smallest(self.row_buckets, num_rows) <= MAX_FUSED_SAMPLER_ROWS
+
+    def select_sampler(self, num_rows: int, *, is_greedy: bool) -> int:
+        """The smallest R that holds the rows of a step.
+
+        Args:
+          num_rows: of the step.
+          is_greedy: whether all that is asked for are the highest logits.
+        """
+        return _smallest(self.sampler_sizes(is_greedy=is_greedy), num_rows)
 
     def _may_be_short(self, bucket: Bucket) -> bool:
         """Whether a decode bucket has another one for short contexts."""
         most_steps = self.num_scheduler_steps if bucket.num_rows <= self.most_multi_rows else 1
         return bucket.num_rows <= self.short_context_rows and bucket.num_steps == most_steps
 
-    def _rows_of(self, num_tokens: int) -> tuple[int, ...]:
-        """S of a T: a step never has more rows than tokens."""
-        largest = min(num_tokens, self.mixed_row_buckets[-1])
-        return tuple(S for S in self.mixed_row_buckets if S < largest) + (largest,)
+    def _mixed(self, num_tokens: int) -> Bucket:
+        """The bucket of a T: a step never has more rows than tokens."""
+        return Bucket(num_tokens, min(num_tokens, self.max_num_rows), False)
 
 
 def _smallest(buckets: tuple[int, ...], needed: int) -> int:
@@ -132,7 +170,6 @@ def make_bucket_table(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     small_row_buckets: tuple[int, ...],
-    mixed_row_bucket: int,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
     num_scheduler_steps: int = 1,
@@ -146,13 +183,12 @@ def make_bucket_table(
       max_num_seqs: largest S, unless the first of `small_row_buckets` is larger.
       max_num_batched_tokens: largest T, unless the largest S is larger.
       small_row_buckets: S below 32 of pure decode steps; `limits.py` says which.
-      mixed_row_bucket: S of steps with prompt tokens and few rows.
       row_buckets: S of pure decode steps. When not given the small ones, 32 and 64 (up to there a
         step takes as long as reading the weights does), then multiples of 64 up to 512, and of 128
         beyond, since there each padded row costs its products.
       token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
       num_scheduler_steps: see `BucketTable`.
-      multi_step_rows: likewise.
+      multi_step_rows: likewise; at most `MAX_FUSED_SAMPLER_ROWS`.
       short_context: likewise.
       short_context_rows: likewise.
     """
@@ -167,7 +203,6 @@ def make_bucket_table(
     return BucketTable(
         row_buckets=row_buckets,
         token_buckets=_closed(token_buckets, max(max_num_batched_tokens, largest_rows)),
-        mixed_row_buckets=_closed((mixed_row_bucket,), largest_rows),
         num_scheduler_steps=num_scheduler_steps,
         multi_step_rows=multi_step_rows,
         short_context=short_context,

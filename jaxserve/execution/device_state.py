@@ -30,6 +30,11 @@ class DeviceState:
     slots: jax.Array
     page_tables: tuple[jax.Array, ...]
 
+    @property
+    def num_slots(self) -> int:
+        """How many there are; as a slot's id it stands for none."""
+        return self.slots.shape[0]
+
     @classmethod
     def abstract(
         cls, sharder: Sharder, *, max_num_seqs: int, max_pages: int, num_groups: int

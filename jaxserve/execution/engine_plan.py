@@ -35,7 +35,7 @@ from jaxserve.execution.page_plan import (
     pages_that_fit,
 )
 from jaxserve.execution.programs import ProgramShapes, ProgramTable
-from jaxserve.execution.sampler import choose_draw
+from jaxserve.execution.sampler import choose_draw, choose_greedy_head
 from jaxserve.execution.step_functions import StepFunctions
 from jaxserve.execution.temporaries import estimate_temporaries
 from jaxserve.scheduling.admission import max_sequence_tokens
@@ -50,6 +50,9 @@ from pallas_kernels.sampling import log_softmax
 logger = logging.getLogger(__name__)
 
 ESTIMATE_MARGIN = 1.05
+FEW_DRAW_ROWS = (8, 64)
+"""To which the Mosaic draw's rows are padded: up to there its blocks run at the same time, and the
+head's product takes as long as reading the head does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +198,19 @@ def make_programs(
         hidden_size=setup.model.hidden_size,
         hidden_dtype=setup.dtype,
     )
-    functions = StepFunctions(setup.layout, setup.sharder, choose_draw(setup.backend))
+    few_draw_rows = FEW_DRAW_ROWS if setup.backend == "mosaic" else ()
+    functions = StepFunctions(
+        setup.layout, setup.sharder, choose_draw(setup.backend), few_draw_rows
+    )
     if setup.config.batch_invariant:
         functions = dataclasses.replace(
             functions, logits=compute_invariant_logits, log_softmax=log_softmax.log_softmax
+        )
+    elif setup.sharder.mesh.size == 1:
+        head = shapes.leaves[setup.layout.head_index]
+        soft_cap = setup.layout.logit_soft_cap
+        functions = dataclasses.replace(
+            functions, greedy_head=choose_greedy_head(setup.backend, head, soft_cap=soft_cap)
         )
     return builder, ProgramTable(functions, shapes, setup.sharder, builder, buckets)
 

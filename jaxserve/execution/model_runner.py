@@ -82,7 +82,7 @@ class ModelRunner:
             self._state = self._programs.admit()(self._state, self._count_upload(admission))
         packed = self._count_upload(batch.packed)
         mode, bucket = batch.mode, batch.bucket
-        if mode is not None and mode.is_fused and bucket.is_decode_only:
+        if mode is not None and bucket.fuses_sampler:
             program = self._programs.decode(bucket, mode)
             result, self._cache, self._state = program(
                 self._leaves, self._cache, self._state, packed
@@ -206,7 +206,7 @@ class ModelRunner:
         )
         if batch.mode is None:
             return None
-        sample = self._programs.sample(batch.bucket.num_rows, batch.mode)
+        sample = self._programs.sample(batch.sampler_rows, batch.mode)
         result, self._state = sample(self._head, hidden, slot_ids, self._state)
         return result
 

@@ -92,15 +92,18 @@ class ProgramTable:
         self._programs: dict[ProgramKey, Compiled] = {}
 
     def forward(self, bucket: Bucket) -> Compiled:
-        """(leaves, cache, state, packed) -> (hidden, slot_ids, cache, state); of mixed buckets."""
+        """(leaves, cache, state, packed) -> (hidden, slot_ids, cache, state).
+
+        Of buckets that fuse no sampler.
+        """
         return self._programs["forward", bucket, None]
 
     def decode(self, bucket: Bucket, mode: SampleMode) -> Compiled:
-        """(leaves, cache, state, packed) -> (result, cache, state)."""
+        """(leaves, cache, state, packed) -> (result, cache, state); of buckets that fuse it."""
         return self._programs["decode", bucket, mode]
 
     def sample(self, num_rows: int, mode: SampleMode) -> Compiled:
-        """(head, hidden, slot_ids, state) -> (result, state)."""
+        """(head, hidden, slot_ids, state) -> (result, state), of the first rows of any forward."""
         return self._programs["sample", num_rows, mode]
 
     def admit(self) -> Compiled:
@@ -123,22 +126,24 @@ class ProgramTable:
         """All programs that serving can need; the first ones are compiled first.
 
         Decode programs of few rows take longest. Those of one bucket stand apart, so that the later
-        one finds its products tuned. A decode step whose sampler is not fused runs in a mixed
-        bucket (`BatchBuilder.build`), so decode buckets need no forward pass and no sampler of
-        their own.
+        one finds its products tuned. A decode step whose sampler is not fused, though its bucket
+        fuses one, runs in a mixed bucket (`BatchBuilder.build`).
         """
         buckets = self._buckets.all()
-        decode = [bucket for bucket in buckets if bucket.is_decode_only]
-        mixed = [bucket for bucket in buckets if not bucket.is_decode_only]
+        decode = [bucket for bucket in buckets if bucket.fuses_sampler]
+        forward = [bucket for bucket in buckets if not bucket.fuses_sampler]
         first, *others = (mode for mode in SampleMode if mode.is_fused)
-        num_rows = sorted({bucket.num_rows for bucket in mixed})
         groups = range(len(self._shapes.cache.groups) if self._builder.num_host_pages else 0)
         chunks = [PageChunk(group, size) for group in groups for size in PAGE_CHUNK_SIZES]
         return (
             *(("decode", bucket, first) for bucket in decode),
-            *(("forward", bucket, None) for bucket in mixed),
+            *(("forward", bucket, None) for bucket in forward),
             *(("decode", bucket, mode) for mode in others for bucket in decode),
-            *(("sample", count, mode) for mode in SampleMode for count in num_rows),
+            *(
+                ("sample", R, mode)
+                for mode in SampleMode
+                for R in self._buckets.sampler_sizes(is_greedy=mode == SampleMode.GREEDY)
+            ),
             ("admit", None, None),
             *((("copy_pages", None, None),) if self._builder.takes_copies else ()),
             *((kind, chunk, None) for chunk in chunks for kind in ("offload", "fetch")),
@@ -214,7 +219,8 @@ class ProgramTable:
         """Name a program by all that the table knows of it."""
         shape, builder = key[1], self._builder
         layout = builder.layout(shape) if isinstance(shape, Bucket) else builder.admission_layout
-        return f"{key} {layout} {COMPILER_OPTIONS[_class_of(shape)]} {self._shapes_text}"
+        rows, options = self._buckets.max_num_rows, COMPILER_OPTIONS[_class_of(shape)]
+        return f"{key} {layout} {rows} {options} {self._shapes_text}"
 
     @functools.cached_property
     def _shapes_text(self) -> str:
@@ -240,7 +246,8 @@ class ProgramTable:
         layout, shapes = self._builder.layout(bucket), self._shapes
         carried = (self._shardings(shapes.cache), self._shardings(shapes.state))
         if mode is None:
-            function = functools.partial(self._functions.forward, layout)
+            num_outputs = self._buckets.max_num_rows
+            function = functools.partial(self._functions.forward, layout, num_outputs)
             out_shardings = (self._whole(2), self._whole(1), *carried)
         else:
             function = functools.partial(self._functions.decode, layout, mode)
@@ -251,12 +258,13 @@ class ProgramTable:
 
     def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
         shapes, sharder = self._shapes, self._sharder
-        function = functools.partial(self._functions.sample, mode)
+        function = functools.partial(self._functions.sample, mode, num_rows)
         shardings = (self._whole(2), self._shardings(shapes.state))
         jitted = jax.jit(function, donate_argnums=(3,), out_shardings=shardings)
         head = shapes.leaves[self._functions.weights.head_index]
-        hidden = sharder.replicated((num_rows, shapes.hidden_size), shapes.hidden_dtype)
-        slot_ids = sharder.replicated((num_rows,), "int32")
+        num_outputs = self._buckets.max_num_rows
+        hidden = sharder.replicated((num_outputs, shapes.hidden_size), shapes.hidden_dtype)
+        slot_ids = sharder.replicated((num_outputs,), "int32")
         return jitted.lower(head, hidden, slot_ids, shapes.state)
 
     def _lower_admit(self) -> jax.stages.Lowered:

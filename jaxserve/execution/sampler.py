@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxserve.execution.sample_mode import SampleMode
-from pallas_kernels.platform import choose_attention_backend
+from pallas_kernels.platform import AttentionBackend, choose_attention_backend
+from pallas_kernels.products import greedy_head
 from pallas_kernels.sampling import sampling, xla_sampling
 from pallas_kernels.sampling.sampling_noise import row_keys
 
@@ -21,6 +22,9 @@ Draw = Callable[..., tuple[jax.Array, jax.Array]]
 
 LogSoftmax = Callable[[jax.Array], jax.Array]
 """float32[S, V] logits to log-probabilities."""
+
+GreedyHead = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""(hidden [S, D], head [V, D]) -> highest logits float32[S], tokens: `greedy_head.greedy_head`."""
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +83,20 @@ def choose_draw(requested: str | None = None) -> Draw:
     """
     is_mosaic = choose_attention_backend(requested) == "mosaic"
     return sampling.sample if is_mosaic else xla_sampling.sample
+
+
+def choose_greedy_head(
+    backend: AttentionBackend, head: jax.ShapeDtypeStruct, *, soft_cap: float | None
+) -> GreedyHead | None:
+    """The kernel that finds greedy tokens without writing logits, where it takes the head.
+
+    Args:
+      backend: of the model's kernels.
+      head: [V, D].
+      soft_cap: of the logits; rounded, it may make equals of them, of which the first counts.
+    """
+    fits = greedy_head.fits_greedy_head((1, head.shape[1]), head.shape, head.dtype)
+    return greedy_head.greedy_head if backend == "mosaic" and soft_cap is None and fits else None
 
 
 def split_over_rows(draw: Draw, mesh: Mesh | AbstractMesh) -> Draw:

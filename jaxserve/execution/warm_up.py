@@ -25,16 +25,15 @@ def warm_up(runner: ModelRunner, builder: BatchBuilder, buckets: BucketTable) ->
       buckets: whose programs to run.
     """
     start = time.monotonic()
-    sampled = set[int]()  # rows of mixed buckets whose samplers ran; the cheap buckets come first
     for bucket in buckets.all():
-        modes: Iterable[SampleMode | None] = SampleMode
-        if bucket.is_decode_only:
+        modes: Iterable[SampleMode | None] = (None,)
+        if bucket.fuses_sampler:
             modes = (mode for mode in SampleMode if mode.is_fused)
-        elif bucket.num_rows in sampled:
-            modes = (None,)
-        else:
-            sampled.add(bucket.num_rows)
         for mode in modes:
             runner.dispatch(builder.empty(bucket, mode))
+    cheapest = next(bucket for bucket in buckets.all() if not bucket.fuses_sampler)
+    for mode in SampleMode:
+        for rows in buckets.sampler_sizes(is_greedy=mode == SampleMode.GREEDY):
+            runner.dispatch(builder.empty(cheapest, mode, sampler_rows=rows))
     jax.block_until_ready(runner.cache)
     logger.info("all programs ran once in %.2f s", time.monotonic() - start)

@@ -128,7 +128,7 @@ def plan_values(report: "PlanReport") -> dict[str, Any]:
             "batch_invariant": setup.config.batch_invariant,
             "row_buckets": list(buckets.row_buckets),
             "token_buckets": list(buckets.token_buckets),
-            "mixed_row_buckets": list(buckets.mixed_row_buckets),
+            "sampler_rows": list(buckets.sampler_sizes(is_greedy=True)),
         },
     }
 

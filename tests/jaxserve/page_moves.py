@@ -43,7 +43,7 @@ def page_programs(
     sharder: Sharder,
 ) -> ProgramTable:
     """A table in which only the programs that move pages are compiled."""
-    buckets = BucketTable((2,), (16,), (2,))
+    buckets = BucketTable((2,), (16,))
     builder = BatchBuilder(
         buckets,
         max_num_seqs=2,

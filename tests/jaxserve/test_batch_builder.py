@@ -15,7 +15,7 @@ from jaxserve.step import PageCopy, PageMove, ScheduledRow, SchedulerOutput
 from tests.jaxserve.scheduler_builders import VOCABULARY, commit, make_scheduler, make_sequence
 from tests.jaxserve.toy_steps import admit, make_builder, make_state
 
-TABLE = BucketTable((2, 6), (8, 16), (6,))
+TABLE = BucketTable((2, 6), (8, 16))
 
 
 def make_row(slot: int | None = 0, length: int = 4, *, start: int = 0, **fields) -> ScheduledRow:
@@ -235,7 +235,7 @@ def test_admissions_that_do_not_fit_the_step_go_ahead_of_it_and_change_the_state
 
 def test_more_pages_than_one_admission_buffer_holds_take_several() -> None:
     num_pages, num_rows = 5000, 40
-    table = BucketTable((num_rows,), (6000,), (num_rows,))
+    table = BucketTable((num_rows,), (6000,))
     builder = make_builder(
         table,
         max_num_seqs=num_rows,
@@ -269,7 +269,7 @@ def test_a_steady_decode_step_of_256_rows_uploads_at_most_16_kib() -> None:
         token_buckets=(4096,),
         max_steps_in_flight=1,
     )
-    table = BucketTable((256,), (4096,), (256,))
+    table = BucketTable((256,), (4096,))
     builder = make_builder(
         table, max_num_seqs=256, page_size=16, num_pages=(3000,), max_pages_per_seq=16
     )

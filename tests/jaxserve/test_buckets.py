@@ -16,7 +16,6 @@ def tables(draw) -> BucketTable:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 500)),
         small_row_buckets=draw(st.sampled_from([(1,), (8,), (1, 8)])),
-        mixed_row_bucket=draw(st.sampled_from([16, 128])),
         row_buckets=draw(SIZES),
         token_buckets=draw(SIZES),
     )
@@ -25,7 +24,7 @@ def tables(draw) -> BucketTable:
 @given(table=tables(), data=st.data())
 def test_a_step_takes_the_smallest_bucket_that_holds_it(table: BucketTable, data) -> None:
     num_tokens = data.draw(st.integers(1, table.token_buckets[-1]))
-    num_rows = data.draw(st.integers(1, min(num_tokens, table.mixed_row_buckets[-1])))
+    num_rows = data.draw(st.integers(1, min(num_tokens, table.max_num_rows)))
     fitting = [
         bucket
         for bucket in table.all()
@@ -45,6 +44,19 @@ def test_a_decode_step_takes_the_smallest_row_bucket_that_holds_it(table, data) 
     assert bucket in table.all()
 
 
+@given(table=tables(), data=st.data())
+def test_each_step_finds_a_sampler_for_its_rows(table: BucketTable, data) -> None:
+    num_rows = data.draw(st.integers(1, table.max_num_rows))
+    bucket = table.select(num_rows, num_rows, is_decode_only=True)
+    assert table.fuses_sampler(num_rows) == bucket.fuses_sampler == (bucket.num_rows <= 64)
+    for is_greedy in (True, False):
+        R = table.select_sampler(num_rows, is_greedy=is_greedy)
+        assert R in table.sampler_sizes(is_greedy=is_greedy)
+        assert num_rows <= R <= table.max_num_rows
+    if not bucket.fuses_sampler:
+        assert table.select_sampler(num_rows, is_greedy=True) == bucket.num_rows
+
+
 @given(table=tables())
 def test_all_buckets_are_distinct_and_end_with_the_largest(table: BucketTable) -> None:
     buckets = table.all()
@@ -59,13 +71,12 @@ def test_sizes_are_sorted_and_closed_by_the_limits() -> None:
         max_num_seqs=100,
         max_num_batched_tokens=500,
         small_row_buckets=(8,),
-        mixed_row_bucket=128,
         row_buckets=(64, 8, 8, 256, 100),
         token_buckets=(512, 128, 4096),
     )
     assert table.row_buckets == (8, 64, 100)
     assert table.token_buckets == (128, 500)
-    assert table.mixed_row_buckets == (100,)
+    assert [bucket.num_rows for bucket in table.all()] == [8, 64, 100, 100, 100]
 
 
 def test_the_default_table_is_short_where_weights_bound_a_step_and_dense_above() -> None:
@@ -73,17 +84,17 @@ def test_the_default_table_is_short_where_weights_bound_a_step_and_dense_above()
         max_num_seqs=1024,
         max_num_batched_tokens=8192,
         small_row_buckets=(1, 8),
-        mixed_row_bucket=128,
     )
     by_64, by_128 = (64, 128, 192, 256, 320, 384, 448, 512), (640, 768, 896, 1024)
     assert table.row_buckets == (1, 8, 32, *by_64, *by_128)
     assert table.token_buckets == (128, 256, 512, 1024, 2048, 4096, 8192)
-    assert table.mixed_row_buckets == (128, 1024)
-    assert len(table.all()) == 28
+    assert table.sampler_sizes(is_greedy=True) == (128, *by_64[2:], *by_128)
+    assert table.sampler_sizes(is_greedy=False) == (128, 256, 384, 640, 1024)
+    assert len(table.all()) == 22
 
 
 def test_a_step_that_no_bucket_holds_is_an_error_with_its_sizes() -> None:
-    table = BucketTable((2, 8), (16, 64), (8,))
+    table = BucketTable((2, 8), (16, 64))
     with pytest.raises(ValueError, match="no bucket holds 65 tokens of 3 rows"):
         table.select(65, 3, is_decode_only=False)
     with pytest.raises(ValueError, match="no bucket holds 20 tokens of 9 rows"):
@@ -93,7 +104,7 @@ def test_a_step_that_no_bucket_holds_is_an_error_with_its_sizes() -> None:
 
 
 def test_many_rows_of_few_tokens_move_up_to_a_bucket_with_enough_rows() -> None:
-    table = BucketTable((8,), (4, 64), (8,))
+    table = BucketTable((8,), (4, 64))
     assert table.select(4, 4, is_decode_only=False) == Bucket(4, 4, False)
     assert table.select(5, 5, is_decode_only=False) == Bucket(64, 8, False)
     assert str(Bucket(64, 8, False)) == "mixed[T=64,S=8]"
@@ -101,7 +112,5 @@ def test_many_rows_of_few_tokens_move_up_to_a_bucket_with_enough_rows() -> None:
 
 
 def test_a_budget_below_the_smallest_row_bucket_still_ends_with_the_largest_bucket() -> None:
-    table = make_bucket_table(
-        max_num_seqs=1, max_num_batched_tokens=1, small_row_buckets=(8,), mixed_row_bucket=128
-    )
+    table = make_bucket_table(max_num_seqs=1, max_num_batched_tokens=1, small_row_buckets=(8,))
     assert table.all() == (Bucket(8, 8, True), Bucket(8, 8, False))

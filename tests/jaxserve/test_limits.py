@@ -60,7 +60,7 @@ def test_a_cpu_compiles_few_buckets_and_all_end_with_the_limits() -> None:
     assert (table.row_buckets, table.token_buckets) == ((8,), (128, 256))
     table = choose_buckets(EngineConfig(), limits_of(), is_gpu=True, fuses_few_rows=True)
     assert (table.row_buckets, table.token_buckets) == ((1, 8), (128, 256))
-    assert table.mixed_row_buckets == (8,)
+    assert table.sampler_sizes(is_greedy=True) == (8,)
     for longest, is_short in ((MAX_FUSED_CONTEXT, False), (MAX_FUSED_CONTEXT + 1, True)):
         limits = replace(limits_of(), max_model_len=longest)
         options = {"is_gpu": True, "fuses_few_rows": True, "fuses_attention": True}

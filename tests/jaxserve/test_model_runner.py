@@ -111,7 +111,7 @@ def test_every_buffer_that_a_step_sends_is_counted(engine: Engine) -> None:
 @pytest.fixture
 def wide_engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """256 rows in one bucket."""
-    table = BucketTable((NUM_ROWS,), (NUM_ROWS,), (NUM_ROWS,))
+    table = BucketTable((NUM_ROWS,), (NUM_ROWS,))
     monkeypatch.setattr(limits, "make_bucket_table", lambda **_: table)
     built = make_engine(
         GOLDENS_FOLDER / "llama_gqa",
@@ -150,7 +150,7 @@ def test_a_steady_decode_step_of_256_rows_uploads_at_most_16_kib(wide_engine: En
 @pytest.fixture(scope="module")
 def tiered_engine() -> Engine:
     """One row, six host slots, and the programs that a greedy request needs."""
-    table = BucketTable((1,), (64,), (1,))
+    table = BucketTable((1,), (64,))
     decode, mixed = table.all()
     chunk = PageChunk(0, PAGE_CHUNK_SIZES[0])
     keys = (

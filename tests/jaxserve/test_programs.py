@@ -29,7 +29,7 @@ from models.sharding import Sharder, make_mesh
 from models.weight_layout import WeightLayout
 from tests.goldens_loader import GOLDENS_FOLDER
 
-BUCKETS = BucketTable((1, 2), (16,), (2,))
+BUCKETS = BucketTable((1, 2), (16,))
 ONE_ROW, DECODE, MIXED = BUCKETS.all()
 PAGE_SIZE, MAX_PAGES = 16, 8
 NEEDED: tuple[ProgramKey, ...] = (
@@ -137,7 +137,7 @@ def test_a_step_updates_cache_and_state_in_place(compiled: dict[int, SmallTable]
 
 
 def test_the_programs_of_an_engine_are_named_before_any_is_compiled() -> None:
-    table = SmallTable(64, BucketTable((1, 2), (16, 32), (2,))).table
+    table = SmallTable(64, BucketTable((1, 2), (16, 32))).table
     keys = table.keys()
     decode = [Bucket(1, 1, True), Bucket(2, 2, True)]
     mixed = [Bucket(16, 2, False), Bucket(32, 2, False)]
@@ -146,11 +146,11 @@ def test_the_programs_of_an_engine_are_named_before_any_is_compiled() -> None:
     expected |= {("decode", b, m) for b in decode for m in (SampleMode.GREEDY, SampleMode.SAMPLED)}
     expected |= {("sample", num_rows, mode) for num_rows in (2,) for mode in SampleMode}
     assert len(keys) == len(set(keys)) and set(keys) == expected
-    with_host = SmallTable(64, BucketTable((1, 2), (16, 32), (2,)), num_host_pages=3).table.keys()
+    with_host = SmallTable(64, BucketTable((1, 2), (16, 32)), num_host_pages=3).table.keys()
     chunks = [PageChunk(0, size) for size in PAGE_CHUNK_SIZES]
     moves = {(kind, chunk, None) for chunk in chunks for kind in ("offload", "fetch")}
     assert with_host[: len(keys)] == keys and set(with_host[len(keys) :]) == moves
-    copying = SmallTable(64, BucketTable((1, 2), (16, 32), (2,)), takes_copies=True).table.keys()
+    copying = SmallTable(64, BucketTable((1, 2), (16, 32)), takes_copies=True).table.keys()
     assert copying == (*keys, ("copy_pages", None, None))
 
 

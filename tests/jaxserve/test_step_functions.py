@@ -1,17 +1,24 @@
 """The step on the device: forward, sample, their fusion and admission, around the toy model."""
 
 from collections import deque
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.execution import buckets
 from jaxserve.execution.sample_mode import SampleMode
-from jaxserve.execution.slot_record import SlotField
+from jaxserve.execution.slot_record import RECORD_SIZE, SlotField, write_record
+from jaxserve.execution.step_functions import MIN_GREEDY_HEAD_ROWS
 from jaxserve.request import FinishReason, Sequence
 from jaxserve.step import ScheduledRow, SchedulerOutput, SequenceUpdate
+from pallas_kernels.sampling import xla_sampling
 from tests.jaxserve.scheduler_builders import VOCABULARY
 from tests.jaxserve.toy_steps import (
+    FUNCTIONS,
+    MAX_NUM_SEQS,
     PAGE_SIZE,
     POISON,
     ToyRun,
@@ -229,8 +236,76 @@ def test_rows_with_nan_or_infinity_or_no_finite_logit_are_not_finite(mode: Sampl
     # A row of the identity times the logits would make NaN of 0 * inf: so one hidden unit a row.
     for row, expected in enumerate([True, False, False, True, False, True]):
         head, hidden = logits[row][:, None], np.ones((6, 1), np.float32)
-        result, _ = sample(mode, head, hidden, np.arange(6), make_state())
+        result, _ = sample(mode, 6, head, hidden, np.arange(6), make_state())
         assert np.asarray(result)[:, 2].tolist() == [int(expected)] * 6
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_decode_buckets_that_fuse_no_sampler_bring_the_same_tokens(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_all() -> tuple[list, list[tuple[bool, int]]]:
+        run, updates, batches = ToyRun.make(), [], []
+        for name, (prompt, max_tokens) in enumerate(random_prompts(5)):
+            logprobs = None if name % 2 else 1
+            run.add(prompt_sequence(str(name), prompt, max_tokens, logprobs=logprobs))
+        while run.scheduler.has_unfinished:
+            output = run.schedule()
+            updates += run.scheduler.commit(output, run.run(output))
+            batches.append((run.last_batch.bucket.is_decode_only, run.last_batch.sampler_rows))
+        return [(u.request_id, u.new_token_ids, u.finish_reason) for u in updates], batches
+
+    tokens, batches = run_all()
+    assert {rows for is_decode, rows in batches if is_decode} == {0}
+    monkeypatch.setattr(buckets, "MAX_FUSED_SAMPLER_ROWS", most)
+    tokens_now, batches = run_all()
+    assert tokens_now == tokens
+    assert {rows for is_decode, rows in batches if is_decode} == ({2, 6} if most == 0 else {0, 6})
+
+
+def test_few_rows_are_padded_for_the_draw_and_draw_the_same() -> None:
+    rng, seen = np.random.default_rng(1), []
+    head = jnp.asarray(rng.normal(size=(VOCABULARY, 4)), jnp.float32)
+    hidden = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
+    slots = np.zeros((MAX_NUM_SEQS, RECORD_SIZE), np.int32)
+    for slot in range(3):
+        sequence = prompt_sequence(str(slot), PROMPT, temperature=1.0, seed=slot, top_k=slot)
+        write_record(slots[slot], sequence, 0)
+    state = replace(make_state(), slots=jnp.asarray(slots))
+
+    def draw(logits: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+        seen.append({len(array) for array in (logits, *others)})
+        return xla_sampling.sample(logits, *others)
+
+    functions = replace(FUNCTIONS, draw=draw)
+    alone, padded = (
+        replace(functions, few_draw_rows=rows).sample(
+            SampleMode.SAMPLED, 3, head, hidden, jnp.arange(3), state
+        )[0]
+        for rows in ((), (2, 5, 8))
+    )
+    assert seen == [{3}, {5}]
+    np.testing.assert_array_equal(alone, padded)
+
+
+def test_a_head_that_finds_greedy_tokens_takes_the_place_of_logits_of_many_rows() -> None:
+    S = MIN_GREEDY_HEAD_ROWS
+
+    def greedy_head(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert (hidden.shape, head.shape) == ((S, 4), (VOCABULARY, 4))
+        return jnp.where(jnp.arange(S) % 3 == 1, jnp.nan, 1.5), jnp.arange(S) % 5 + 2
+
+    functions = replace(FUNCTIONS, greedy_head=greedy_head)
+
+    def sample(mode: SampleMode, rows: int) -> list[list[int]]:
+        arrays = jnp.zeros((VOCABULARY, 4)), jnp.zeros((rows, 4)), jnp.arange(rows)
+        result, _ = functions.sample(mode, rows, *arrays, make_state())
+        return np.asarray(result)[:, [0, 2]].tolist()
+
+    assert sample(SampleMode.GREEDY, S) == [[i % 5 + 2, i % 3 != 1] for i in range(S)]
+    nothing_higher = [[0, 1]] * (S - 1)
+    assert sample(SampleMode.GREEDY, S - 1) == nothing_higher
+    assert [row[1] for row in sample(SampleMode.SAMPLED, S)] == [1] * S
 
 
 def test_decode_steps_of_greedy_rows_run_as_one_program() -> None:

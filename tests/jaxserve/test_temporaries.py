@@ -13,7 +13,7 @@ from jaxserve.execution.temporaries import estimate_temporaries
 from jaxserve.processing.model_files import open_configured_model
 
 MEASURED_BYTES = 3.48 * 2**30
-BUCKETS = BucketTable((8, 1024), (128, 2048, 8192), (128, 1024))
+BUCKETS = BucketTable((8, 1024), (128, 2048, 8192))
 SHAPE = {  # Qwen3-0.6B; temporaries do not grow with the layers
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 151936,
@@ -48,7 +48,7 @@ def test_logits_of_many_rows_cost_what_was_measured(setup_of) -> None:
 def test_several_devices_share_the_rows_that_divide_by_them(setup_of) -> None:
     setup, alone = setup_of(4), estimate_temporaries(setup_of(), BUCKETS)
     assert estimate_temporaries(setup, BUCKETS) == alone // 4
-    odd = BucketTable((1023,), (1024,), (1023,))
+    odd = BucketTable((1023,), (1024,))
     assert estimate_temporaries(setup, odd) == alone // 1024 * 1023
 
 

@@ -60,11 +60,12 @@ def toy_output(token_ids: Items[int], count: int) -> list[int]:
 def prompt_sequence(
     name: str, prompt: list[int], max_tokens: int = 8, *, eos: tuple[int, ...] = (), **params: Any
 ) -> Sequence:
-    """A greedy sequence with this prompt."""
+    """A sequence with this prompt, greedy unless told otherwise."""
+    params.setdefault("temperature", 0)
     request = Request(
         request_id=name,
         prompt_token_ids=tuple(prompt),
-        sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0, **params),
+        sampling_params=SamplingParams(max_tokens=max_tokens, **params),
         eos_token_ids=eos,
     )
     return Sequence(request=request, index=0, seed=0, token_ids=list(prompt))
@@ -105,9 +106,9 @@ class _ToyLayout:
 
 
 FUNCTIONS = StepFunctions(cast(WeightLayout, _ToyLayout()))
-_forward = jax.jit(FUNCTIONS.forward, static_argnums=0)
+_forward = jax.jit(FUNCTIONS.forward, static_argnums=(0, 1))
 _decode = jax.jit(FUNCTIONS.decode, static_argnums=(0, 1))
-sample = jax.jit(FUNCTIONS.sample, static_argnums=0)
+sample = jax.jit(FUNCTIONS.sample, static_argnums=(0, 1))
 admit = jax.jit(FUNCTIONS.admit, static_argnums=0)
 
 
@@ -171,7 +172,7 @@ class ToyRun:
             "max_steps_in_flight": 1,
             **limits,
         }
-        buckets = BucketTable((2, MAX_NUM_SEQS), (16,), (MAX_NUM_SEQS,))
+        buckets = BucketTable((2, MAX_NUM_SEQS), (16,))
         geometry = CacheGeometry(
             num_layers=1, page_size=PAGE_SIZE, num_kv_heads=1, stored_head_dim=1, dtype="float32"
         )
@@ -191,13 +192,14 @@ class ToyRun:
             self.state = admit(self.builder.admission_layout, self.state, buffer)
         self.forward_batch = _observe(layout, self.state, batch.packed)
         arrays = (leaves, self.cache, self.state, batch.packed)
-        if batch.mode is not None and batch.mode.is_fused and batch.bucket.is_decode_only:
+        if batch.mode is not None and batch.bucket.fuses_sampler:
             result, self.cache, self.state = _decode(layout, batch.mode, *arrays)
             return _read(result, batch.num_rows)
-        hidden, slot_ids, self.cache, self.state = _forward(layout, *arrays)
+        hidden, slot_ids, self.cache, self.state = _forward(layout, MAX_NUM_SEQS, *arrays)
         if batch.mode is None:
             return _read(np.tile(np.array([[0, 0, 1]], np.int32), (batch.num_rows, 1)), None)
-        result, self.state = sample(batch.mode, self.head, hidden, slot_ids, self.state)
+        static = (batch.mode, batch.sampler_rows)
+        result, self.state = sample(*static, self.head, hidden, slot_ids, self.state)
         return _read(result, batch.num_rows)
 
     def add(self, *sequences: Sequence) -> None:

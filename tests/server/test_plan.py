@@ -66,7 +66,7 @@ def test_json_has_every_part_of_the_plan(capsys):
             "batch_invariant": bool,
             "row_buckets": [int],
             "token_buckets": [int],
-            "mixed_row_buckets": [int],
+            "sampler_rows": [int],
         },
     }
     assert values["memory"]["temporaries"] == "estimated"
