@@ -169,6 +169,8 @@ class _EngineBuilder:
             return settled, self._assemble(setup, settled, *made, leaves, path)
 
         settled, engine = self._timed("compile", compile_and_assemble)
+        if store is not None:
+            store.write_while_idle(engine)
         logger.info("%s", settled.bill)
         return BuiltEngine(
             engine=engine,

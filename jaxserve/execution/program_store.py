@@ -5,6 +5,7 @@ a program is found by what it is made of: the model's numbers, the shapes, the v
 libraries, the device, the flags and the sources of this project.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -14,9 +15,13 @@ import os
 import pickle
 import re
 import shutil
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.experimental import serialize_executable
@@ -34,6 +39,8 @@ NUM_KEPT_FOLDERS = 8
 """Folders of programs, one for each model and set of versions; older ones are deleted."""
 NUM_KEPT_PROGRAMS = 256
 """Programs of a folder, several times what a start needs: each number of pages has its own."""
+CHECK_SECONDS, QUIET_CHECKS = 0.2, 5
+"""So often an engine is looked at, and so many times in a row it must be idle."""
 
 _SOURCES = ("jaxserve", "models", "pallas_kernels")
 _LIBRARIES = re.compile(r"(jax|flax|numpy|triton|nvidia[-_])", re.IGNORECASE)
@@ -127,7 +134,71 @@ class ProgramStore:
         return self._folder / f"{_hash(description)}.program"
 
 
-def open_program_store(setup: ModelSetup, cache_dir: Path) -> ProgramStore | None:
+class Worker(Protocol):
+    """An engine."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether anybody waits for it."""
+        ...
+
+
+class LateProgramStore(ProgramStore):
+    """A store that writes in the background while the engine is idle, the rest at the exit.
+
+    To serialise a program takes a fifth of a second, and XLA holds the GIL meanwhile: a start that
+    lowers dozens of others would wait for it, and so would a request.
+    """
+
+    def __init__(self, folder: Path, devices: Sequence[Any], *key_parts: object):
+        """As `ProgramStore`; raises as that."""
+        super().__init__(folder, devices, *key_parts)
+        self._pending: deque[tuple[str, Compiled]] = deque()
+        self._is_writing = threading.Lock()
+        atexit.register(self.finish)
+
+    def write(self, description: str, compiled: Compiled) -> None:
+        """Remember a program, to be kept later."""
+        self._pending.append((description, compiled))
+
+    def write_while_idle(self, engine: Worker) -> None:
+        """Begin to write in a thread of its own; an engine that is gone counts as idle."""
+        if self._pending:
+            arguments = (weakref.ref(engine),)
+            thread = threading.Thread(
+                target=self._write_while_idle, args=arguments, name="keep-programs", daemon=True
+            )
+            thread.start()
+
+    def finish(self) -> None:
+        """Write all that is left; returns when it is kept."""
+        atexit.unregister(self.finish)
+        if self._pending:
+            logger.info("keeping %d programs for the next start", len(self._pending))
+        while self._write_one():
+            pass
+
+    def _write_while_idle(self, engine: weakref.ref[Worker]) -> None:
+        num_quiet = 0
+        while self._pending:
+            time.sleep(CHECK_SECONDS)
+            worker = engine()
+            is_busy = worker is not None and worker.has_unfinished
+            del worker  # else this thread would keep it alive
+            num_quiet = 0 if is_busy else num_quiet + 1
+            if num_quiet >= QUIET_CHECKS:
+                self._write_one()
+
+    def _write_one(self) -> bool:
+        """Write the oldest; False when nothing is left."""
+        with self._is_writing:
+            if not self._pending:
+                return False
+            super().write(*self._pending.popleft())
+            return True
+
+
+def open_program_store(setup: ModelSetup, cache_dir: Path) -> LateProgramStore | None:
     """The store of a model's programs; None where it cannot be kept safely or described fully.
 
     Args:
@@ -144,7 +215,7 @@ def open_program_store(setup: ModelSetup, cache_dir: Path) -> ProgramStore | Non
     key_parts = (family.__qualname__, setup.shared_model, setup.geometries, setup.dtype)
     kernels = (setup.backend, setup.stack, setup.config.batch_invariant)
     try:
-        return ProgramStore(cache_dir / "programs", devices, *key_parts, *kernels)
+        return LateProgramStore(cache_dir / "programs", devices, *key_parts, *kernels)
     except OSError as error:
         logger.warning("programs are not kept: %s", error)
         return None

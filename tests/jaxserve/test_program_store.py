@@ -2,9 +2,13 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +24,7 @@ from jaxserve.execution.device_setup import XLA_FOLDER
 from jaxserve.execution.model_setup import ModelSetup
 from jaxserve.execution.program_store import (
     NUM_KEPT_FOLDERS,
+    LateProgramStore,
     ProgramStore,
     describe_environment,
     open_program_store,
@@ -30,6 +35,18 @@ import sys, pathlib, jax
 from jaxserve.execution.program_store import ProgramStore
 store = ProgramStore(pathlib.Path(sys.argv[1]), jax.devices()[:1], "model")
 print(store.read("add")({"x": jax.numpy.ones(3)}, jax.numpy.ones(3)).tolist())
+"""
+
+
+KEEP_AT_THE_EXIT = """
+import sys, pathlib, jax
+from jaxserve.execution.program_store import LateProgramStore
+store = LateProgramStore(pathlib.Path(sys.argv[1]), jax.devices()[:1], "model")
+program = jax.jit(lambda tree, y: tree["x"] + y).lower({"x": jax.numpy.ones(3)}, jax.numpy.ones(3))
+with store.without_xla_cache():
+    store.write("add", program.compile())
+if len(sys.argv) > 2:
+    raise KeyboardInterrupt
 """
 
 
@@ -61,6 +78,69 @@ def test_a_program_comes_back_in_another_process(tmp_path: Path, program: Compil
     root = Path(program_store.__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
+
+
+@dataclass
+class Engine:
+    """As far as a store looks at it."""
+
+    has_unfinished: bool = False
+
+
+def late_store(folder: Path, programs: dict[str, Compiled]) -> LateProgramStore:
+    store = LateProgramStore(folder, jax.devices()[:1], "model")
+    for description, program in programs.items():
+        store.write(description, program)
+    return store
+
+
+def test_a_late_store_writes_only_while_its_engine_is_idle(
+    tmp_path: Path, program: Compiled, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(program_store, "CHECK_SECONDS", 0.005)
+    engine, reader = Engine(has_unfinished=True), open_store(tmp_path, "model")
+    late_store(tmp_path, {"add": program, "plus": program}).write_while_idle(engine)
+    time.sleep(0.1)
+    assert reader.read("add") is None
+    engine.has_unfinished = False
+    for description in ("add", "plus"):
+        assert until(lambda description=description: reader.read(description) is not None)
+    assert until(lambda: all(t.name != "keep-programs" for t in threading.enumerate()))
+
+
+def test_a_late_store_needs_no_engine_any_more(
+    tmp_path: Path, program: Compiled, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(program_store, "CHECK_SECONDS", 0.005)
+    engine = Engine(has_unfinished=True)
+    late_store(tmp_path, {"add": program}).write_while_idle(engine)
+    del engine
+    assert until(lambda: open_store(tmp_path, "model").read("add") is not None)
+
+
+def test_a_late_store_writes_all_when_it_is_asked_to_finish(tmp_path: Path, program: Compiled):
+    reader = open_store(tmp_path, "model")
+    store = late_store(tmp_path, {"add": program, "plus": program})
+    assert store.read("add") is None
+    store.finish()
+    assert None not in (reader.read("add"), reader.read("plus"))
+
+
+@pytest.mark.parametrize("interrupt", [[], ["interrupt"]])
+def test_a_late_store_finishes_when_its_process_ends(tmp_path: Path, interrupt: list[str]):
+    root = Path(program_store.__file__).parents[2]
+    command = [sys.executable, "-c", KEEP_AT_THE_EXIT, str(tmp_path), *interrupt]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode == (0 if not interrupt else -signal.SIGINT), done.stderr
+    assert open_store(tmp_path, "model").read("add") is not None
+
+
+def until(is_so: Callable[[], bool]) -> bool:
+    """Wait for it, at most 10 s."""
+    end = time.monotonic() + 10
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_so()
 
 
 def test_another_description_model_or_setting_finds_nothing(
