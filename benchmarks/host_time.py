@@ -81,6 +81,7 @@ def make_engine(*, enable_prefix_caching: bool) -> Engine:
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         small_row_buckets=(1, 8),
+        small_sampler_rows=128,
     )
     builder = BatchBuilder(
         buckets,

@@ -35,7 +35,7 @@ from jaxserve.execution.model_runner import ModelRunner
 from jaxserve.execution.model_setup import ModelSetup
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.poison import PagePoisoner
-from jaxserve.execution.program_store import ProgramStore, open_program_store
+from jaxserve.execution.program_store import ProgramStore, open_program_store, write_all
 from jaxserve.execution.programs import ProgramTable
 from jaxserve.execution.swap_cost import PageCosts, seconds_to_compute
 from jaxserve.execution.warm_up import warm_up
@@ -168,7 +168,11 @@ class _EngineBuilder:
             settled, made = self._compile(setup, plan, memory, cache_dir, store)
             return settled, self._assemble(setup, settled, *made, leaves, path)
 
-        settled, engine = self._timed("compile", compile_and_assemble)
+        try:
+            settled, engine = self._timed("compile", compile_and_assemble)
+        except Exception:
+            write_all()  # no engine will be idle
+            raise
         if store is not None:
             store.write_while_idle(engine)
         logger.info("%s", settled.bill)
@@ -212,6 +216,7 @@ class _EngineBuilder:
                 "a step needs %.2f GiB, more than was estimated: compiling again for fewer pages",
                 step_bytes / 2**30,
             )
+            write_all()  # the programs that are given up shall not take memory
             made = self._compile_once(setup, settled, store)
         return settled, made
 

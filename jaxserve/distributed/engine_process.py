@@ -274,7 +274,15 @@ def serve(connection: EngineSocket) -> int:
     if built.step_timeout is not None:
         watchdog = Watchdog(built.step_timeout, functools.partial(_leave_hung, connection))
     EngineLoop(built.engine, connection, watchdog).run()
+    _keep_programs()
     return 0
+
+
+def _keep_programs() -> None:
+    """Write what is not kept yet, as far as the other process waits for this one's end."""
+    from jaxserve.execution.program_store import write_all
+
+    write_all()
 
 
 def _leave_hung(connection: EngineSocket, message: str) -> None:

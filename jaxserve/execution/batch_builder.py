@@ -101,9 +101,10 @@ class BatchBuilder:
         rows = output.rows
         slots = [row.sequence.state_slot for row in rows]
         mode = _mode_of_rows(rows)
-        is_decode_only = output.num_decode_rows == len(rows) and mode is not None
-        if mode is not None and not mode.is_fused and self._buckets.fuses_sampler(len(rows)):
-            is_decode_only = False
+        has_sampler = mode is not None and (
+            mode.is_fused or not self._buckets.fuses_sampler(len(rows))
+        )
+        is_decode_only = output.num_decode_rows == len(rows) and has_sampler
         num_scheduled = [row.num_scheduled_tokens for row in rows]
         num_steps = max(num_scheduled[: output.num_decode_rows], default=1)
         if num_steps > 1 and not is_decode_only:

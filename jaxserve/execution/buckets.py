@@ -52,6 +52,7 @@ class BucketTable:
         at most so many tokens. It runs all steps that one dispatch can: the last few tokens, which
         come one by one, take the program for any context.
       short_context_rows: see above; 0 = there are none.
+      small_sampler_rows: the smallest R, at most the largest S.
     """
 
     row_buckets: tuple[int, ...]
@@ -60,6 +61,7 @@ class BucketTable:
     multi_step_rows: int = 0
     short_context: int = 0
     short_context_rows: int = 0
+    small_sampler_rows: int = 16
 
     @property
     def max_num_rows(self) -> int:
@@ -73,12 +75,13 @@ class BucketTable:
           is_greedy: of those that only find the highest logits. The others take a start's time, so
             that there are fewer sizes, each at least half more than the one before.
         """
+        smallest = min(self.small_sampler_rows, self.max_num_rows)
         sizes = [self.max_num_rows]
         for S in reversed(self.row_buckets[:-1]):
             is_far = is_greedy or 3 * S <= 2 * sizes[-1]
-            if S > MAX_FUSED_SAMPLER_ROWS and is_far:
+            if S > max(MAX_FUSED_SAMPLER_ROWS, smallest) and is_far:
                 sizes.append(S)
-        return tuple(reversed(sizes))
+        return tuple(sorted({smallest, *sizes}))
 
     @property
     def most_multi_rows(self) -> int:
@@ -170,6 +173,7 @@ def make_bucket_table(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     small_row_buckets: tuple[int, ...],
+    small_sampler_rows: int,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
     num_scheduler_steps: int = 1,
@@ -183,12 +187,13 @@ def make_bucket_table(
       max_num_seqs: largest S, unless the first of `small_row_buckets` is larger.
       max_num_batched_tokens: largest T, unless the largest S is larger.
       small_row_buckets: S below 32 of pure decode steps; `limits.py` says which.
+      small_sampler_rows: see `BucketTable`.
       row_buckets: S of pure decode steps. When not given the small ones, 32 and 64 (up to there a
         step takes as long as reading the weights does), then multiples of 64 up to 512, and of 128
         beyond, since there each padded row costs its products.
       token_buckets: T of steps with prompt tokens; powers of two from 128 when not given.
       num_scheduler_steps: see `BucketTable`.
-      multi_step_rows: likewise; at most `MAX_FUSED_SAMPLER_ROWS`.
+      multi_step_rows: likewise.
       short_context: likewise.
       short_context_rows: likewise.
     """
@@ -198,7 +203,7 @@ def make_bucket_table(
     if token_buckets is None:
         token_buckets = _powers_of_two(128, max_num_batched_tokens)
     row_buckets = _closed(row_buckets, largest_rows)
-    if row_buckets[0] > multi_step_rows:
+    if row_buckets[0] > min(multi_step_rows, MAX_FUSED_SAMPLER_ROWS):
         num_scheduler_steps = 1
     return BucketTable(
         row_buckets=row_buckets,
@@ -207,6 +212,7 @@ def make_bucket_table(
         multi_step_rows=multi_step_rows,
         short_context=short_context,
         short_context_rows=short_context_rows,
+        small_sampler_rows=small_sampler_rows,
     )
 
 

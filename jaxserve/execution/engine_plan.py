@@ -35,7 +35,7 @@ from jaxserve.execution.page_plan import (
     pages_that_fit,
 )
 from jaxserve.execution.programs import ProgramShapes, ProgramTable
-from jaxserve.execution.sampler import choose_draw, choose_greedy_head
+from jaxserve.execution.sampler import FEW_DRAW_ROWS, choose_draw, choose_greedy_head
 from jaxserve.execution.step_functions import StepFunctions
 from jaxserve.execution.temporaries import estimate_temporaries
 from jaxserve.scheduling.admission import max_sequence_tokens
@@ -50,9 +50,6 @@ from pallas_kernels.sampling import log_softmax
 logger = logging.getLogger(__name__)
 
 ESTIMATE_MARGIN = 1.05
-FEW_DRAW_ROWS = (8, 64)
-"""To which the Mosaic draw's rows are padded: up to there its blocks run at the same time, and the
-head's product takes as long as reading the head does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +253,7 @@ def _open_plans(
     largest = buckets.all()[-1]  # whose step needs most
     moved_bytes, copied_bytes = _moved_bytes(setup, demands), _copied_bytes(setup, demands)
     key = (setup.model, limits, largest, setup.geometries, demands, setup.stack, moved_bytes)
+    key = (*key, FEW_DRAW_ROWS)
     device = (jax.devices()[0].device_kind, setup.sharder.mesh.size)
     kernels = (setup.backend, setup.config.batch_invariant)
     return PlanMemory(cache_dir, *key, copied_bytes, setup.dtype, *kernels, device, jax.__version__)

@@ -15,6 +15,7 @@ SMALL_GPU_ROW_BUCKETS = (8,)
 """XLA's products of fewer rows are slower than those of eight (measured on an H200)."""
 SMALL_FUSED_ROW_BUCKETS = (1, 8)
 """Where one row has kernels of its own, which are faster (models/few_rows.py)."""
+SMALL_GPU_SAMPLER_ROWS, SMALL_CPU_SAMPLER_ROWS = 128, 16
 LARGE_GPU_BYTES = 60 * 2**30
 """From this memory on a GPU gets vLLM's limits for large GPUs."""
 
@@ -92,6 +93,7 @@ def choose_buckets(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         small_row_buckets=small if is_gpu else (1,),
+        small_sampler_rows=SMALL_GPU_SAMPLER_ROWS if is_gpu else SMALL_CPU_SAMPLER_ROWS,
         row_buckets=row_buckets,
         token_buckets=token_buckets,
         num_scheduler_steps=num_scheduler_steps,

@@ -107,7 +107,7 @@ class ProgramStore:
     def write(self, description: str, compiled: Compiled) -> None:
         """Keep a program; one that cannot be kept costs a warning only."""
         path = self._path(description)
-        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
             content = pickle.dumps(serialize_executable.serialize(compiled))
             temporary.write_bytes(hashlib.sha256(content).digest() + content)
@@ -134,8 +134,8 @@ class ProgramStore:
         return self._folder / f"{_hash(description)}.program"
 
 
-class Worker(Protocol):
-    """An engine."""
+class HasUnfinished(Protocol):
+    """As far as a store looks at an engine."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -143,8 +143,25 @@ class Worker(Protocol):
         ...
 
 
+_UNWRITTEN: set["LateProgramStore"] = set()
+"""What the exit has to wait for."""
+
+
+def write_all() -> None:
+    """Write what late stores of this process have not written yet."""
+    for store in tuple(_UNWRITTEN):
+        store.finish()
+
+
+@atexit.register
+def _write_at_exit() -> None:
+    if _UNWRITTEN:
+        logger.info("keeping compiled programs for the next start")
+    write_all()
+
+
 class LateProgramStore(ProgramStore):
-    """A store that writes in the background while the engine is idle, the rest at the exit.
+    """A store that writes in the background while the engine is idle, the rest by `write_all`.
 
     To serialise a program takes a fifth of a second, and XLA holds the GIL meanwhile: a start that
     lowers dozens of others would wait for it, and so would a request.
@@ -155,13 +172,13 @@ class LateProgramStore(ProgramStore):
         super().__init__(folder, devices, *key_parts)
         self._pending: deque[tuple[str, Compiled]] = deque()
         self._is_writing = threading.Lock()
-        atexit.register(self.finish)
 
     def write(self, description: str, compiled: Compiled) -> None:
         """Remember a program, to be kept later."""
         self._pending.append((description, compiled))
+        _UNWRITTEN.add(self)
 
-    def write_while_idle(self, engine: Worker) -> None:
+    def write_while_idle(self, engine: HasUnfinished) -> None:
         """Begin to write in a thread of its own; an engine that is gone counts as idle."""
         if self._pending:
             arguments = (weakref.ref(engine),)
@@ -172,27 +189,26 @@ class LateProgramStore(ProgramStore):
 
     def finish(self) -> None:
         """Write all that is left; returns when it is kept."""
-        atexit.unregister(self.finish)
-        if self._pending:
-            logger.info("keeping %d programs for the next start", len(self._pending))
         while self._write_one():
             pass
 
-    def _write_while_idle(self, engine: weakref.ref[Worker]) -> None:
+    def _write_while_idle(self, engine: weakref.ref[HasUnfinished]) -> None:
         num_quiet = 0
-        while self._pending:
+        is_left = True
+        while is_left:
             time.sleep(CHECK_SECONDS)
-            worker = engine()
-            is_busy = worker is not None and worker.has_unfinished
-            del worker  # else this thread would keep it alive
+            watched = engine()
+            is_busy = watched is not None and watched.has_unfinished
+            del watched  # else this thread would keep it alive
             num_quiet = 0 if is_busy else num_quiet + 1
             if num_quiet >= QUIET_CHECKS:
-                self._write_one()
+                is_left = self._write_one()
 
     def _write_one(self) -> bool:
         """Write the oldest; False when nothing is left."""
         with self._is_writing:
             if not self._pending:
+                _UNWRITTEN.discard(self)
                 return False
             super().write(*self._pending.popleft())
             return True
@@ -200,6 +216,8 @@ class LateProgramStore(ProgramStore):
 
 def open_program_store(setup: ModelSetup, cache_dir: Path) -> LateProgramStore | None:
     """The store of a model's programs; None where it cannot be kept safely or described fully.
+
+    What earlier engines of this process have compiled is written first, so that it is found.
 
     Args:
       setup: the model on its devices.
@@ -211,6 +229,7 @@ def open_program_store(setup: ModelSetup, cache_dir: Path) -> LateProgramStore |
     if family.__module__.split(".")[0] not in _SOURCES:
         logger.info("programs are not kept: the sources of %s are not known", family.__name__)
         return None
+    write_all()
     devices = tuple(setup.sharder.mesh.devices.flat)
     key_parts = (family.__qualname__, setup.shared_model, setup.geometries, setup.dtype)
     kernels = (setup.backend, setup.stack, setup.config.batch_invariant)

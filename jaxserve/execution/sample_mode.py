@@ -17,7 +17,7 @@ class SampleMode(enum.IntEnum):
 
     @property
     def is_fused(self) -> bool:
-        """Whether a pure decode step has this mode's sampler in the program of its forward."""
+        """Whether decode steps of few rows have this mode's sampler in their forward's program."""
         return self <= SampleMode.SAMPLED
 
 

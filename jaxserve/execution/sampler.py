@@ -1,6 +1,6 @@
 """The sampler: logits and rows of the device state to tokens, all rows in one pure function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -16,6 +16,9 @@ from pallas_kernels.sampling.sampling_noise import row_keys
 NUM_TOP_LOGPROBS = 20
 """Log-probabilities that the device returns for a row; `max_logprobs` cannot exceed it."""
 
+FEW_DRAW_ROWS = (8, 64)
+"""To which the Mosaic draw's rows are padded: up to there its blocks run at the same time, and the
+head's product takes as long as reading the head does."""
 
 Draw = Callable[..., tuple[jax.Array, jax.Array]]
 """(logits, keys, temperature, top_k, top_p, min_p) -> tokens, is_finite: `xla_sampling.sample`."""
@@ -83,6 +86,11 @@ def choose_draw(requested: str | None = None) -> Draw:
     """
     is_mosaic = choose_attention_backend(requested) == "mosaic"
     return sampling.sample if is_mosaic else xla_sampling.sample
+
+
+def padded_rows(num_rows: int, sizes: Sequence[int]) -> int:
+    """The first of ascending sizes that holds so many rows; the rows themselves where none does."""
+    return next((size for size in sizes if size >= num_rows), num_rows)
 
 
 def choose_greedy_head(

@@ -26,6 +26,7 @@ from jaxserve.execution.sampler import (
     LogSoftmax,
     TopLogprobs,
     choose_draw,
+    padded_rows,
     sample_tokens,
     split_over_rows,
     top_logprobs,
@@ -36,6 +37,7 @@ from models.sharding import Sharder
 from models.weight_layout import WeightLayout
 
 MIN_GREEDY_HEAD_ROWS = 16
+"""Rows from which the greedy head is faster than logits (docs/performance.md): not yet at 8."""
 RESULT_COLUMNS = 3
 """Of every result: token, count of new tokens, finite flag. Log-probabilities follow."""
 
@@ -207,7 +209,7 @@ class StepFunctions:
     ) -> tuple[jax.Array, jax.Array, TopLogprobs | None]:
         """Tokens and whether their rows are finite, with log-probabilities if `mode` has them."""
         num_rows = hidden.shape[0]
-        num_padding = next((R for R in self.few_draw_rows if R >= num_rows), num_rows) - num_rows
+        num_padding = padded_rows(num_rows, self.few_draw_rows) - num_rows
         if mode != SampleMode.GREEDY and num_padding:
             hidden = jnp.pad(hidden, ((0, num_padding), (0, 0)))
             records = jnp.pad(records, ((0, num_padding), (0, 0)))

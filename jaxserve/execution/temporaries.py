@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from jaxserve.execution.buckets import BucketTable
 from jaxserve.execution.model_setup import ModelSetup
+from jaxserve.execution.sampler import FEW_DRAW_ROWS, padded_rows
 
 SAMPLER_ARRAYS = 6
 """float32[R, V] that the sampler with log-probabilities holds at the same time. An H200 needs 3.48
@@ -39,5 +40,7 @@ def _forward_bytes(setup: ModelSetup, num_tokens: int) -> int:
 def _sampler_bytes(setup: ModelSetup, num_rows: int) -> int:
     """Devices share whole rows of logits where the rows divide by them."""
     num_devices = setup.sharder.mesh.size
+    if setup.is_gpu:
+        num_rows = padded_rows(num_rows, FEW_DRAW_ROWS)
     own_rows = num_rows if num_rows % num_devices else num_rows // num_devices
     return SAMPLER_ARRAYS * own_rows * setup.model.vocab_size * 4

@@ -40,8 +40,8 @@ _PRODUCTS: dict[tuple[str, int, int, int, bool], ProductTuningConfig] = {}
 def product_tuning(
     gpu: str | None, rows: int, depth: int, columns: int, transposed: bool
 ) -> ProductTuningConfig:
-    """Config of [rows, depth] @ [depth, columns]; that of the layout where none is measured."""
-    of_layout = _STORED_N_K if transposed else _STORED_K_N
+    """Config of [rows, depth] @ [depth, columns]; one for its kind where none is measured."""
+    of_kind = _STORED_N_K if transposed else _STORED_K_N
     if rows >= _MANY_ROWS and not transposed:
-        of_layout = _STORED_K_N_MANY_ROWS
-    return _PRODUCTS.get((gpu or "", rows, depth, columns, transposed), of_layout)
+        of_kind = _STORED_K_N_MANY_ROWS
+    return _PRODUCTS.get((gpu or "", rows, depth, columns, transposed), of_kind)

@@ -16,6 +16,7 @@ def tables(draw) -> BucketTable:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 500)),
         small_row_buckets=draw(st.sampled_from([(1,), (8,), (1, 8)])),
+        small_sampler_rows=draw(st.sampled_from([16, 128])),
         row_buckets=draw(SIZES),
         token_buckets=draw(SIZES),
     )
@@ -54,7 +55,9 @@ def test_each_step_finds_a_sampler_for_its_rows(table: BucketTable, data) -> Non
         assert R in table.sampler_sizes(is_greedy=is_greedy)
         assert num_rows <= R <= table.max_num_rows
     if not bucket.fuses_sampler:
-        assert table.select_sampler(num_rows, is_greedy=True) == bucket.num_rows
+        smallest = min(table.small_sampler_rows, table.max_num_rows)
+        R = table.select_sampler(num_rows, is_greedy=True)
+        assert R in (smallest, bucket.num_rows) and R <= max(smallest, bucket.num_rows)
 
 
 @given(table=tables())
@@ -71,12 +74,14 @@ def test_sizes_are_sorted_and_closed_by_the_limits() -> None:
         max_num_seqs=100,
         max_num_batched_tokens=500,
         small_row_buckets=(8,),
+        small_sampler_rows=128,
         row_buckets=(64, 8, 8, 256, 100),
         token_buckets=(512, 128, 4096),
     )
     assert table.row_buckets == (8, 64, 100)
     assert table.token_buckets == (128, 500)
     assert [bucket.num_rows for bucket in table.all()] == [8, 64, 100, 100, 100]
+    assert table.sampler_sizes(is_greedy=True) == (100,)
 
 
 def test_the_default_table_is_short_where_weights_bound_a_step_and_dense_above() -> None:
@@ -84,6 +89,7 @@ def test_the_default_table_is_short_where_weights_bound_a_step_and_dense_above()
         max_num_seqs=1024,
         max_num_batched_tokens=8192,
         small_row_buckets=(1, 8),
+        small_sampler_rows=128,
     )
     by_64, by_128 = (64, 128, 192, 256, 320, 384, 448, 512), (640, 768, 896, 1024)
     assert table.row_buckets == (1, 8, 32, *by_64, *by_128)
@@ -91,6 +97,28 @@ def test_the_default_table_is_short_where_weights_bound_a_step_and_dense_above()
     assert table.sampler_sizes(is_greedy=True) == (128, *by_64[2:], *by_128)
     assert table.sampler_sizes(is_greedy=False) == (128, 256, 384, 640, 1024)
     assert len(table.all()) == 22
+
+
+@pytest.mark.parametrize(
+    ("row_buckets", "max_num_seqs", "greedy", "others"),
+    [
+        ((8, 32, 64), 1024, (128, 1024), (128, 1024)),
+        ((8,), 180, (128, 180), (128, 180)),
+        ((256, 512), 1024, (128, 256, 512, 1024), (128, 256, 512, 1024)),
+        ((8, 100, 200), 300, (128, 200, 300), (128, 200, 300)),
+        ((1,), 8, (8,), (8,)),
+    ],
+)
+def test_few_rows_of_large_tables_have_a_small_sampler(row_buckets, max_num_seqs, greedy, others):
+    table = make_bucket_table(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8192,
+        small_row_buckets=(8,),
+        small_sampler_rows=128,
+        row_buckets=row_buckets,
+    )
+    assert table.sampler_sizes(is_greedy=True) == greedy
+    assert table.sampler_sizes(is_greedy=False) == others
 
 
 def test_a_step_that_no_bucket_holds_is_an_error_with_its_sizes() -> None:
@@ -112,5 +140,7 @@ def test_many_rows_of_few_tokens_move_up_to_a_bucket_with_enough_rows() -> None:
 
 
 def test_a_budget_below_the_smallest_row_bucket_still_ends_with_the_largest_bucket() -> None:
-    table = make_bucket_table(max_num_seqs=1, max_num_batched_tokens=1, small_row_buckets=(8,))
+    table = make_bucket_table(
+        max_num_seqs=1, max_num_batched_tokens=1, small_row_buckets=(8,), small_sampler_rows=128
+    )
     assert table.all() == (Bucket(8, 8, True), Bucket(8, 8, False))

@@ -141,6 +141,7 @@ def multi_step_table(*, short_context: int = 0, short_context_rows: int = 0) -> 
         max_num_seqs=32,
         max_num_batched_tokens=64,
         small_row_buckets=(1, 8),
+        small_sampler_rows=16,
         num_scheduler_steps=W,
         multi_step_rows=8,
         short_context=short_context,

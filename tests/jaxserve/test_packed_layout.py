@@ -97,6 +97,7 @@ def test_every_step_of_the_scheduler_fits_its_buffer(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         small_row_buckets=(1,),
+        small_sampler_rows=16,
         token_buckets=(4, 16, budget),
     )
     num_pages = max(num_pages, 1 + -(-42 // page_size))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,7 +104,6 @@ def test_a_late_store_writes_only_while_its_engine_is_idle(
     engine.has_unfinished = False
     for description in ("add", "plus"):
         assert until(lambda description=description: reader.read(description) is not None)
-    assert until(lambda: all(t.name != "keep-programs" for t in threading.enumerate()))
 
 
 def test_a_late_store_needs_no_engine_any_more(
@@ -124,6 +122,15 @@ def test_a_late_store_writes_all_when_it_is_asked_to_finish(tmp_path: Path, prog
     assert store.read("add") is None
     store.finish()
     assert None not in (reader.read("add"), reader.read("plus"))
+
+
+def test_what_another_store_has_not_written_is_written_before_programs_are_looked_for(
+    tmp_path: Path, program: Compiled
+):
+    stores = [late_store(tmp_path / name, {"add": program}) for name in ("one", "two")]
+    program_store.write_all()
+    assert all(open_store(tmp_path / name, "model").read("add") for name in ("one", "two"))
+    assert program_store._UNWRITTEN.isdisjoint(stores)
 
 
 @pytest.mark.parametrize("interrupt", [[], ["interrupt"]])

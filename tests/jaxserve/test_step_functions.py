@@ -260,7 +260,7 @@ def test_decode_buckets_that_fuse_no_sampler_bring_the_same_tokens(
     monkeypatch.setattr(buckets, "MAX_FUSED_SAMPLER_ROWS", most)
     tokens_now, batches = run_all()
     assert tokens_now == tokens
-    assert {rows for is_decode, rows in batches if is_decode} == ({2, 6} if most == 0 else {0, 6})
+    assert {rows for is_decode, rows in batches if is_decode} == ({6} if most == 0 else {0, 6})
 
 
 def test_few_rows_are_padded_for_the_draw_and_draw_the_same() -> None:

@@ -38,10 +38,19 @@ def test_schedules_of_real_shapes_are_whole(depth, columns, transposed, rows):
     assert ring + staged < SMEM_BYTES
 
 
+@pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize(("depth", "columns", "transposed"), REAL)
-def test_shares_keep_enough_processors_busy(depth, columns, transposed):
-    tuning = product_tuning(None, 8, depth, columns, transposed)
-    assert make_schedule(8, depth, columns, transposed, tuning).programs >= tuning.enough_programs
+def test_shares_keep_enough_processors_busy(depth, columns, transposed, rows):
+    tuning = product_tuning(None, rows, depth, columns, transposed)
+    schedule = make_schedule(rows, depth, columns, transposed, tuning)
+    assert schedule.programs >= tuning.enough_programs
+
+
+def test_many_rows_are_summed_from_few_planes():
+    for depth, columns in ((4096, 6144), (4096, 4096), (14336, 4096)):
+        tuning = product_tuning(None, 64, depth, columns, False)
+        schedule = make_schedule(64, depth, columns, False, tuning)
+        assert (schedule.block_n, schedule.partials) == (64, 2)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
