@@ -13,6 +13,7 @@ from benchmarks.kernel_cases.products import seconds_in_a_chain
 from benchmarks.kernel_cases.timing import random_array
 from pallas_kernels.products.greedy_head import greedy_head
 from pallas_kernels.products.greedy_head_plan import GreedyHeadTuning
+from pallas_kernels.sampling.first_highest import first_highest
 
 TOLERANCE = 1e-3  # of logits around 1, whose sums go in another order
 EQUAL_COLUMNS = (5, 130, -1)  # of the check's row 0, the highest ones
@@ -130,12 +131,4 @@ def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 def _highest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The highest of each row, and its first place, as the sampler finds them."""
-
-    def better(one, other):
-        (value, index), (other_value, other_index) = one, other
-        is_higher = (value > other_value) | jnp.isnan(value)
-        is_first = is_higher | ((value == other_value) & (index < other_index))
-        return jnp.where(is_higher, value, other_value), jnp.where(is_first, index, other_index)
-
-    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return lax.reduce((logits, index), (-jnp.inf, 0), better, (1,))
+    return first_highest(logits, lax.broadcasted_iota(jnp.int32, logits.shape, 1))

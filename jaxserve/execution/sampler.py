@@ -11,6 +11,7 @@ from jaxserve.execution.sample_mode import SampleMode
 from pallas_kernels.platform import AttentionBackend, choose_attention_backend
 from pallas_kernels.products import greedy_head
 from pallas_kernels.sampling import sampling, xla_sampling
+from pallas_kernels.sampling.first_highest import first_highest
 from pallas_kernels.sampling.sampling_noise import row_keys
 
 NUM_TOP_LOGPROBS = 20
@@ -139,7 +140,8 @@ def sample_tokens(
       tokens int32[S], and bool[S]: the row has no NaN, and its highest logit is finite.
     """
     if mode == SampleMode.GREEDY:
-        highest, tokens = _highest(logits)
+        places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        highest, tokens = first_highest(logits, places)
         return tokens, jnp.isfinite(highest)
     allowed = logits
     if mode == SampleMode.FULL:
@@ -151,22 +153,6 @@ def sample_tokens(
     if mode == SampleMode.FULL:
         is_finite = xla_sampling.finite_rows(logits)
     return tokens, is_finite
-
-
-def _highest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The highest logit of each row, NaN if it has one, and the first place of that value.
-
-    One pass over float32[S, V], where a maximum beside an argmax is two.
-    """
-
-    def better(one, other):
-        (value, index), (other_value, other_index) = one, other
-        is_higher = (value > other_value) | jnp.isnan(value)
-        is_first = is_higher | ((value == other_value) & (index < other_index))
-        return jnp.where(is_higher, value, other_value), jnp.where(is_first, index, other_index)
-
-    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    return jax.lax.reduce((logits, index), (-jnp.inf, 0), better, (1,))
 
 
 def forbid_stop_ids(logits: jax.Array, stop_ids: jax.Array, forbids: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from pallas_kernels.products.greedy_head_plan import (
     GreedyHeadPlan,
     GreedyHeadTuning,
 )
+from pallas_kernels.sampling.first_highest import first_highest
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _ROW_MULTIPLE = 8  # of both, in shared memory
@@ -64,7 +65,7 @@ def greedy_head(
         tuning=tuning or GreedyHeadTuning(),
     )
     logits, columns = launch(plan, hidden, head, interpret)
-    return _best_of_partials(logits[:num_rows], columns[:num_rows])
+    return first_highest(logits[:num_rows], columns[:num_rows])
 
 
 def fits_greedy_head(
@@ -92,15 +93,3 @@ def _refusal(
             f"{_MIN_VOCABULARY}; got {depth} and {vocabulary}"
         )
     return None
-
-
-def _best_of_partials(logits: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The highest of float32[S, P] and the lowest of its columns, in one pass over both."""
-
-    def better(one, other):
-        (logit, column), (other_logit, other_column) = one, other
-        is_higher = (logit > other_logit) | jnp.isnan(logit)
-        is_first = is_higher | ((logit == other_logit) & (column < other_column))
-        return jnp.where(is_higher, logit, other_logit), jnp.where(is_first, column, other_column)
-
-    return jax.lax.reduce((logits, columns), (-jnp.inf, 0), better, (1,))
