@@ -310,18 +310,22 @@ def _list_shares(segments: jax.Array, end: jax.Array) -> jax.Array:
 
 def _running_max(numbers: jax.Array) -> jax.Array:
     """Of numbers that are not negative."""
-    index = jnp.arange(numbers.size)
-    before, here, axis = _all_pairs(index, index)
-    met, _, _ = _all_pairs(numbers, index)
-    return jnp.where(before <= here, met, 0).max(axis)
+    met, axis = _met_so_far(numbers)
+    return met.max(axis)
 
 
 def _running_sum(numbers: jax.Array) -> jax.Array:
     """Inclusive; jnp.cumsum is several kernels."""
+    met, axis = _met_so_far(numbers)
+    return met.sum(axis, dtype=jnp.int32)
+
+
+def _met_so_far(numbers: jax.Array) -> tuple[jax.Array, int]:
+    """For each place the numbers up to it, else 0, and the axis of the numbers."""
     index = jnp.arange(numbers.size)
     before, here, axis = _all_pairs(index, index)
-    added, _, _ = _all_pairs(numbers, index)
-    return jnp.where(before <= here, added, 0).sum(axis, dtype=jnp.int32)
+    met, _, _ = _all_pairs(numbers, index)
+    return jnp.where(before <= here, met, 0), axis
 
 
 def _first_beyond(ends: jax.Array, places: jax.Array) -> jax.Array:

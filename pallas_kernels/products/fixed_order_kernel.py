@@ -18,6 +18,7 @@ from pallas_kernels.products.fixed_order_schedule import (
     WGMMA_COLUMNS,
     FixedOrderSchedule,
 )
+from pallas_kernels.products.ring import drain, multiply_steps
 from pallas_kernels.products.wgmma_tiles import TILED, TILED_FLOAT32
 
 # Registers of a thread by computing warpgroups: they get most of what the loading one has.
@@ -198,9 +199,7 @@ def _load_items(plan: FixedOrderPlan, ring: _Ring, x_ref: Any, w_ref: Any, layer
 
     position = _for_each_item(plan, load)
 
-    @pl.loop(jnp.maximum(position - stages, 0), position)
-    def _drain(index):  # so that no barrier dies in use
-        plgpu.barrier_wait(ring.free.at[lax.rem(index, stages)])
+    drain(ring, jnp.maximum(position - stages, 0), position, stages)
 
 
 def _compute_items(plan: FixedOrderPlan, ring: _Ring, staged: Any, out_ref: Any) -> None:
@@ -231,24 +230,15 @@ def _sum_chunk(
     plan: FixedOrderPlan, ring: _Ring, position: jax.Array, steps: jax.Array
 ) -> jax.Array:
     """Sum of `steps` ring steps from `position` on: [columns, 128], weights on the left."""
-    warpgroup, stages = lax.axis_index("wg"), jnp.int32(plan.schedule.stages)
+    warpgroup = lax.axis_index("wg")
 
     def accumulate(sums):
-        @pl.loop(0, steps)
-        def _step(index):
-            slot = lax.rem(position + index, stages)
-            plgpu.barrier_wait(ring.full.at[slot])
+        def multiply(slot):
             weights = ring.weights.at[slot, warpgroup]
             weights = weights if plan.transposed else weights.transpose((1, 0))
             plgpu.wgmma(sums, weights, ring.x.at[slot].transpose((1, 0)))
-            plgpu.wgmma_wait(1)  # the one before is done with its slot
 
-            @pl.when(index > 0)
-            def _free_last_slot():
-                plgpu.barrier_arrive(ring.free.at[lax.rem(position + index - 1, stages)])
-
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(ring.free.at[lax.rem(position + steps - 1, stages)])
+        multiply_steps(ring, position, steps, plan.schedule.stages, multiply)
         return sums[...]
 
     shape = (plan.schedule.group_columns, ROW_TILE)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fused.fused_inputs import Activation
 from pallas_kernels.fused.gated_activation import activate
 from pallas_kernels.fused.mosaic_rows import divide, interpret_option, layer_index
+from pallas_kernels.products.ring import drain, multiply_steps
 from pallas_kernels.products.wgmma_tiles import TILED
 
 BLOCK_K = 64  # of a ring step
@@ -233,9 +234,7 @@ def _load_tiles(
 
     end = _for_each_tile(plan, load)
 
-    @pl.loop(jnp.maximum(end - stages, 0), end)
-    def _drain(index):  # so that no barrier dies in use
-        plgpu.barrier_wait(ring.free.at[lax.rem(index, stages)])
+    drain(ring, jnp.maximum(end - stages, 0), end, stages)
 
 
 def _compute_tiles(plan: GatedProductPlan, ring: _Ring, staged: Any, out_ref: Any) -> None:
@@ -253,24 +252,15 @@ def _multiply(
     plan: GatedProductPlan, ring: _Ring, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Gate and up, float32[64, column_tile] each, from the ring's steps from `position` on."""
-    warpgroup, stages = lax.axis_index("wg"), jnp.int32(plan.tuning.ring_stages)
-    rows = pl.ds(warpgroup * GROUP_ROWS, GROUP_ROWS)
+    rows = pl.ds(lax.axis_index("wg") * GROUP_ROWS, GROUP_ROWS)
 
     def accumulate(gate, up):
-        @pl.loop(0, plan.steps)
-        def _step(index):
-            slot = lax.rem(position + index, stages)
-            plgpu.barrier_wait(ring.full.at[slot])
+        def multiply(slot):
             for part, sums in enumerate((gate, up)):
                 plgpu.wgmma(sums, ring.x.at[slot, rows], ring.weights.at[slot, part])
-            plgpu.wgmma_wait(2)  # those of the step before are done with their slot
 
-            @pl.when(index > 0)
-            def _free_last_slot():
-                plgpu.barrier_arrive(ring.free.at[lax.rem(position + index - 1, stages)])
-
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(ring.free.at[lax.rem(position + plan.steps - 1, stages)])
+        stages = plan.tuning.ring_stages
+        multiply_steps(ring, position, plan.steps, stages, multiply, num_products=2)
         return gate[...], up[...]
 
     sums = plgpu.WGMMAAccumulatorRef((GROUP_ROWS, plan.tuning.column_tile), jnp.float32)

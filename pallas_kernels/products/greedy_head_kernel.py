@@ -22,6 +22,7 @@ from pallas_kernels.products.greedy_head_plan import (
     GROUP_ROWS,
     GreedyHeadPlan,
 )
+from pallas_kernels.products.ring import drain, multiply_steps
 from pallas_kernels.products.wgmma_tiles import TILED
 
 FOLD = 8  # columns of the best logits: what a slice of the WGMMA layout is a multiple of
@@ -136,9 +137,7 @@ def _load_tiles(plan: GreedyHeadPlan, ring: _Ring, hidden_ref: Any, head_ref: An
         target = ring.hidden.at[slot, pl.ds(0, plan.tile_rows)]
         plgpu.copy_gmem_to_smem(source, target, ring.full.at[slot])
 
-    @pl.loop(jnp.maximum(end - stages, 0), end)
-    def _drain(position):  # so that no barrier dies in use
-        plgpu.barrier_wait(ring.free.at[lax.rem(position, stages)])
+    drain(ring, jnp.maximum(end - stages, 0), end, stages)
 
 
 def _compute_tiles(plan: GreedyHeadPlan, ring: _Ring) -> _Best:
@@ -164,26 +163,16 @@ def _place_in_tile(plan: GreedyHeadPlan) -> tuple[jax.Array | int, jax.Array | i
 
 def _multiply(plan: GreedyHeadPlan, ring: _Ring, position: jax.Array) -> jax.Array:
     """This warpgroup's logits float32[64, own_columns], from the ring's `position` on."""
-    stages = jnp.int32(plan.stages)
     own_row, part = _place_in_tile(plan)
     rows = pl.ds(own_row, GROUP_ROWS)
     columns = pl.ds(part * plan.own_columns, plan.own_columns)
 
     def accumulate(sums):
-        @pl.loop(0, plan.steps)
-        def _step(index):
-            slot = lax.rem(position + index, stages)
-            plgpu.barrier_wait(ring.full.at[slot])
+        def multiply(slot):
             head = ring.head.at[slot, columns].transpose((1, 0))
             plgpu.wgmma(sums, ring.hidden.at[slot, rows], head)
-            plgpu.wgmma_wait(1)  # the step before is done with its slot
 
-            @pl.when(index > 0)
-            def _free_last_slot():
-                plgpu.barrier_arrive(ring.free.at[lax.rem(position + index - 1, stages)])
-
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(ring.free.at[lax.rem(position + plan.steps - 1, stages)])
+        multiply_steps(ring, position, plan.steps, plan.stages, multiply)
         return sums[...]
 
     return pl.run_scoped(

@@ -14,6 +14,7 @@ from pallas_kernels.attention.decode_inline import store_columns
 from pallas_kernels.fused.mosaic_rows import interpret_option, layer_index
 from pallas_kernels.products.kept_rows import WGMMA_ROWS, KeptRows, ProductPlan, Prologue
 from pallas_kernels.products.product_schedule import TILE_COLUMNS
+from pallas_kernels.products.ring import drain
 from pallas_kernels.products.wgmma_tiles import TILED, TILED_FLOAT32
 
 
@@ -175,9 +176,7 @@ def _load_share(
         if x_ref is not None:
             fetch_x(index, slot)
 
-    @pl.loop(count - filled, count)
-    def _drain(index):  # so that no barrier dies in use
-        plgpu.barrier_wait(ring.free.at[lax.rem(index, stages)])
+    drain(ring, count - filled, count, stages)
 
 
 def _compute_share(
