@@ -117,10 +117,8 @@ class HostRun:
             default_params=SamplingParams(),
             chat_template=None,
         )
-        part_tokens = None if enable_prefix_caching else 2 * MAX_NUM_BATCHED_TOKENS
-        self._loop = RequestLoop(
-            InProcessClient(self.engine), OutputProcessor(None), part_tokens=part_tokens
-        )
+        client, part_tokens = InProcessClient(self.engine), self.engine.scheduler.lookahead_tokens
+        self._loop = RequestLoop(client, OutputProcessor(None), part_tokens=part_tokens)
 
     def run(self, workload: Workload) -> dict[str, float]:
         """Run a workload once, as `LLM.generate` does; milliseconds a step by stage."""

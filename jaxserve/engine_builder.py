@@ -35,7 +35,12 @@ from jaxserve.execution.model_runner import ModelRunner
 from jaxserve.execution.model_setup import ModelSetup
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.poison import PagePoisoner
-from jaxserve.execution.program_store import ProgramStore, open_program_store, write_all
+from jaxserve.execution.program_store import (
+    LateProgramStore,
+    ProgramStore,
+    open_program_store,
+    write_all,
+)
 from jaxserve.execution.programs import ProgramTable
 from jaxserve.execution.swap_cost import PageCosts, seconds_to_compute
 from jaxserve.execution.warm_up import warm_up
@@ -202,7 +207,7 @@ class _EngineBuilder:
         plan: EnginePlan,
         memory: DeviceMemory | None,
         cache_dir: Path,
-        store: ProgramStore | None,
+        store: LateProgramStore | None,
     ) -> tuple[EnginePlan, tuple[BatchBuilder, ProgramTable]]:
         """Compile for a plan; and again for fewer pages, where its estimate was too low."""
         made = self._compile_once(setup, plan, store)
@@ -216,7 +221,8 @@ class _EngineBuilder:
                 "a step needs %.2f GiB, more than was estimated: compiling again for fewer pages",
                 step_bytes / 2**30,
             )
-            write_all()  # the programs that are given up shall not take memory
+            if store is not None:
+                store.forget()  # no start comes back to these page counts
             made = self._compile_once(setup, settled, store)
         return settled, made
 

@@ -126,9 +126,8 @@ class LLM:
         processor = front_end.output_processor()
         self._watched = None if disable_log_stats else _watch(processor, config, self._built)
         client = InProcessClient(self._built.engine, self._make_watchdog())
-        self._loop = RequestLoop(
-            client, self._watched or processor, part_tokens=_part_tokens(config, self._built)
-        )
+        part_tokens = self.engine.scheduler.lookahead_tokens
+        self._loop = RequestLoop(client, self._watched or processor, part_tokens=part_tokens)
 
     def _make_watchdog(self) -> Watchdog | None:
         """Logs where a step hangs. Only that: the values of a notebook live in this process."""
@@ -504,21 +503,6 @@ class LLM:
 
 def _advise_restart(message: str) -> None:
     logger.error("%s; if it never does, restart this process, or the notebook's kernel", message)
-
-
-def _part_tokens(config: EngineConfig, built: "BuiltEngine") -> int | None:
-    """Prompt tokens of requests with more than which a step may start; None = with all requests.
-
-    A step that leaves prompt tokens over is the same whether later requests wait or not, if the
-    first come first and each token takes its place in a step. More than this number are more than
-    the steps in flight take. With a prefix cache or a threshold a step goes further down the queue.
-    """
-    needs_all = (
-        config.scheduling_policy != "fcfs"
-        or built.engine.scheduler.has_prefix_cache
-        or config.long_prefill_token_threshold
-    )
-    return None if needs_all else config.max_steps_in_flight * built.limits.max_num_batched_tokens
 
 
 def _watch(

@@ -47,7 +47,8 @@ class BucketTable:
       token_buckets: ascending T of steps with prompt tokens; the last takes the token budget. S is
         T there, but at most the last of `row_buckets`.
       num_scheduler_steps: W of programs that run several decode steps; 1 = there are none.
-      multi_step_rows: the row buckets up to it have such a program, too.
+      multi_step_rows: the row buckets up to it have such a program, too; at most
+        `MAX_FUSED_SAMPLER_ROWS`.
       short_context: the row buckets up to `short_context_rows` have a program more for sequences of
         at most so many tokens. It runs all steps that one dispatch can: the last few tokens, which
         come one by one, take the program for any context.
@@ -88,8 +89,7 @@ class BucketTable:
         """Rows that a program of several decode steps takes at most; 0 = there is none."""
         if self.num_scheduler_steps == 1:
             return 0
-        most = min(self.multi_step_rows, MAX_FUSED_SAMPLER_ROWS)
-        return max((S for S in self.row_buckets if S <= most), default=0)
+        return max((S for S in self.row_buckets if S <= self.multi_step_rows), default=0)
 
     def all(self) -> tuple[Bucket, ...]:
         """Every bucket, the cheap ones first."""
@@ -203,7 +203,8 @@ def make_bucket_table(
     if token_buckets is None:
         token_buckets = _powers_of_two(128, max_num_batched_tokens)
     row_buckets = _closed(row_buckets, largest_rows)
-    if row_buckets[0] > min(multi_step_rows, MAX_FUSED_SAMPLER_ROWS):
+    multi_step_rows = min(multi_step_rows, MAX_FUSED_SAMPLER_ROWS)
+    if row_buckets[0] > multi_step_rows:
         num_scheduler_steps = 1
     return BucketTable(
         row_buckets=row_buckets,

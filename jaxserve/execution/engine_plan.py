@@ -253,9 +253,8 @@ def _open_plans(
     largest = buckets.all()[-1]  # whose step needs most
     moved_bytes, copied_bytes = _moved_bytes(setup, demands), _copied_bytes(setup, demands)
     key = (setup.model, limits, largest, setup.geometries, demands, setup.stack, moved_bytes)
-    key = (*key, FEW_DRAW_ROWS)
     device = (jax.devices()[0].device_kind, setup.sharder.mesh.size)
-    kernels = (setup.backend, setup.config.batch_invariant)
+    kernels = (setup.backend, setup.config.batch_invariant, FEW_DRAW_ROWS)
     return PlanMemory(cache_dir, *key, copied_bytes, setup.dtype, *kernels, device, jax.__version__)
 
 

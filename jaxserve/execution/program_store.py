@@ -187,6 +187,12 @@ class LateProgramStore(ProgramStore):
             )
             thread.start()
 
+    def forget(self) -> None:
+        """Keep nothing of what is not written yet."""
+        with self._is_writing:
+            self._pending.clear()
+            _UNWRITTEN.discard(self)
+
     def finish(self) -> None:
         """Write all that is left; returns when it is kept."""
         while self._write_one():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.outputs import RequestOutput, RequestStateStats
+from jaxserve.processing.sampling_limits import refuse_stop_strings
 from jaxserve.processing.sequence_output import SequenceOutput, gathers_until_end
 from jaxserve.request import Request
 from jaxserve.sampling_params import RequestOutputKind
@@ -59,9 +60,8 @@ class OutputProcessor:
             rule = "must differ from those of unfinished requests"
             raise InvalidRequestError.for_field("request_id", rule, request.request_id)
         params = request.sampling_params
-        if self._tokenizer is None and params.stop_strings:
-            rule = "must be empty when the engine has no tokenizer"
-            raise InvalidRequestError.for_field("stop", rule, params.stop)
+        if self._tokenizer is None:
+            refuse_stop_strings(params)
         tokenizer = self._tokenizer if params.detokenize else None
         self._requests[request.request_id] = _RequestState(
             request=request,

@@ -25,6 +25,7 @@ from jaxserve.processing.request_options import (
 )
 from jaxserve.processing.sampling_limits import (
     SamplingLimits,
+    refuse_stop_strings,
     refuse_unsupported,
     resolve_sampling_params,
 )
@@ -206,9 +207,8 @@ class _CheckedParams:
             if num_prompt_tokens <= longest_prompt and params == given:
                 return shared
         copy = resolve_sampling_params(params, self._limits, num_prompt_tokens=num_prompt_tokens)
-        if copy.stop_strings and not self._makes_text:
-            rule = "must be empty when the engine has no tokenizer"
-            raise InvalidRequestError.for_field("stop", rule, copy.stop)
+        if not self._makes_text:
+            refuse_stop_strings(copy)
         copy.output_kind = self._output_kind
         self._last = params, num_prompt_tokens, copy
         return copy

@@ -82,6 +82,17 @@ def resolve_sampling_params(
     return resolved
 
 
+def refuse_stop_strings(params: SamplingParams) -> None:
+    """Refuse what an engine without a tokenizer cannot find.
+
+    Raises:
+      InvalidRequestError: there are stop strings.
+    """
+    if params.stop_strings:
+        rule = "must be empty when the engine has no tokenizer"
+        raise InvalidRequestError.for_field("stop", rule, params.stop)
+
+
 def refuse_unsupported(params: SamplingParams) -> None:
     """Refuse by name what the engine does not do yet.
 

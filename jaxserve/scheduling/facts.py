@@ -63,6 +63,22 @@ class SchedulerFacts:
         return self._config.enable_prefix_caching
 
     @property
+    def lookahead_tokens(self) -> int | None:
+        """With more waiting prompt tokens the next steps are the same, whoever comes later.
+
+        None = they never are. A step that leaves prompt tokens over is the same, if the first come
+        first and each token takes its place in a step; and no more fit the steps in flight. With a
+        prefix cache or a threshold a step goes further down the queue.
+        """
+        config = self._config
+        needs_all = (
+            not self._roster.order.is_by_arrival
+            or config.enable_prefix_caching
+            or config.long_prefill_token_threshold
+        )
+        return None if needs_all else config.max_steps_in_flight * config.max_num_batched_tokens
+
+    @property
     def num_window_pages_freed(self) -> int:
         """Pages that running sequences gave back, since the start; never falls."""
         return self._roster.num_window_pages_freed

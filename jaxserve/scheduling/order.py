@@ -49,6 +49,11 @@ class SequenceOrder:
         self._started: dict[SchedulerOutput, tuple[StepShape, float]] = {}
         self._last_end = -math.inf
 
+    @property
+    def is_by_arrival(self) -> bool:
+        """Whether no sequence comes before one that was added earlier."""
+        return self._policy.is_by_arrival
+
     def place(self, sequence: Sequence) -> None:
         """Set the keys of a new sequence, whose `max_num_tokens` is known."""
         request = sequence.request

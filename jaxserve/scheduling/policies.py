@@ -71,10 +71,12 @@ class Policy(ABC):
 
     Attributes:
       needs_estimates: whether steps are measured and costs estimated for it.
+      is_by_arrival: whether no sequence comes before one that was added earlier.
     """
 
     __slots__ = ()
     needs_estimates: ClassVar[bool] = False
+    is_by_arrival: ClassVar[bool] = False
 
     @abstractmethod
     def key(self, facts: SequenceFacts) -> Key:
@@ -102,6 +104,8 @@ class Policy(ABC):
 @dataclass(frozen=True, slots=True)
 class FirstComeFirstServed(Policy):
     """Promise: no sequence is overtaken by one that was added later."""
+
+    is_by_arrival: ClassVar[bool] = True
 
     def key(self, facts: SequenceFacts) -> Key:
         """All are equal, so the one added first comes first."""

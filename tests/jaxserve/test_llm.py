@@ -1,6 +1,6 @@
 """Tests of jaxserve/llm.py and of what it is made of, on a tiny checkpoint with 256 words."""
 
-import dataclasses
+import functools
 import gc
 import json
 import os
@@ -23,9 +23,11 @@ from jaxserve.errors import (
     ModelLoadError,
     RequestTooLongError,
 )
-from jaxserve.llm import LLM, _part_tokens
+from jaxserve.llm import LLM
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.scheduling.policies import PriorityFirst
 from jaxserve.step import SequenceUpdate
+from tests.jaxserve.scheduler_builders import make_scheduler
 from tests.tiny_llm import CHAT_TEMPLATE, GOLDEN, MODEL, SETTINGS, to_text, write_tokenizer
 
 PROMPTS = [list(case.prompt) for case in GOLDEN.mixed if len(case.prompt) <= 60][:6]
@@ -368,11 +370,12 @@ def test_the_engine_begins_before_it_has_all_requests_where_that_changes_no_step
     assert ids(outputs) == [tokens[:6] for tokens in TOKENS] * 9
     assert 0 < num_waiting[0] < len(outputs) - SETTINGS["max_num_seqs"]
 
-    assert _part_tokens(config, early.built) == 2 * 64
-    assert _part_tokens(config, llm.built) is None  # it has a prefix cache
-    for name, value in (("scheduling_policy", "priority"), ("long_prefill_token_threshold", 8)):
-        other = dataclasses.replace(config, **{name: value})
-        assert _part_tokens(other, early.built) is None
+    assert early.engine.scheduler.lookahead_tokens == 2 * 64
+    assert llm.engine.scheduler.lookahead_tokens is None  # it has a prefix cache
+    make = functools.partial(make_scheduler, max_num_batched_tokens=64, max_steps_in_flight=2)
+    assert make().lookahead_tokens == 2 * 64
+    assert make(policy=PriorityFirst()).lookahead_tokens is None
+    assert make(long_prefill_token_threshold=8).lookahead_tokens is None
 
 
 def test_all_requests_are_seen_to_fit_the_pool_before_one_runs(llm: LLM, monkeypatch):

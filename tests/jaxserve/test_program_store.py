@@ -124,6 +124,14 @@ def test_a_late_store_writes_all_when_it_is_asked_to_finish(tmp_path: Path, prog
     assert None not in (reader.read("add"), reader.read("plus"))
 
 
+def test_a_late_store_writes_nothing_that_it_shall_forget(tmp_path: Path, program: Compiled):
+    store = late_store(tmp_path, {"add": program})
+    store.forget()
+    program_store.write_all()
+    assert open_store(tmp_path, "model").read("add") is None
+    assert store not in program_store._UNWRITTEN
+
+
 def test_what_another_store_has_not_written_is_written_before_programs_are_looked_for(
     tmp_path: Path, program: Compiled
 ):
