@@ -82,6 +82,12 @@ class EngineConfig(LoadingConfig):
         "chosen by the model's size if not given",
         "scheduler",
     )
+    prefill_first: bool | None = flag(
+        None,
+        "leave decoding sequences out of steps that prompts fill: more tokens a second, longer "
+        "gaps between them; what LLM does if not given, except with slo",
+        "scheduler",
+    )
     scheduling_policy: str = flag(
         "fcfs", f"who comes first, one of {', '.join(SCHEDULING_POLICIES)}", "scheduler"
     )
@@ -159,6 +165,10 @@ class EngineConfig(LoadingConfig):
             check_range(self, name, MIN_GOAL_MS)
             if self.scheduling_policy != "slo" and getattr(self, name) is not None:
                 raise field_error(self, name, "must be given only with scheduling_policy='slo'")
+        if self.scheduling_policy == "slo" and self.prefill_first:
+            raise field_error(
+                self, "prefill_first", "must not be given with slo, whose goals it breaks"
+            )
         check_range(self, "max_queue_time", 0.001)
         check_range(self, "kv_offloading_size", 0, MAX_OFFLOADING_GIB)
         check_range(self, "seed", -(2**63), 2**63 - 1)

@@ -160,7 +160,7 @@ class Attention(nnx.Module):
             return self.kernels.decode(q, *pages, batch.seq_lens, **options)
         is_decode_row = jnp.arange(num_rows) < batch.num_decode_rows
         decode_lens = jnp.where(is_decode_row, batch.seq_lens, 0)
-        decoded = self.kernels.decode(q[:num_rows], *pages, decode_lens, **options)
+        decoded = self.kernels.mixed_decode(q[:num_rows], *pages, decode_lens, **options)
         # A decode row has one token, and stands first: row i is token i.
         return self.kernels.prefill(
             q,

@@ -52,8 +52,10 @@ def invariant_kernels(interpret: Any = None) -> ModelKernels:
     Args:
       interpret: `plgpu.InterpretGPUParams()` runs the kernels on the CPU.
     """
+    decode = functools.partial(decode_as_prefill.decode_attention, interpret=interpret)
     return ModelKernels(
-        decode=functools.partial(decode_as_prefill.decode_attention, interpret=interpret),
+        decode=decode,
+        mixed_decode=decode,
         prefill=functools.partial(prefill_attention.prefill_attention, interpret=interpret),
         rotary_write=functools.partial(_rotary_write, interpret),
         add_norm=functools.partial(_add_norm, interpret),

@@ -42,6 +42,7 @@ class ModelKernels:
 
     Attributes:
       decode: attends the newest query of each row.
+      mixed_decode: the same, where rows without tokens stand last and nobody reads their results.
       prefill: attends ragged chunks of queries.
       rotary_write: a sum of [T, K, G + 2, H] to rotated queries; puts keys and values into pages.
       add_norm: adds a sum to the residual, and normalises.
@@ -56,6 +57,7 @@ class ModelKernels:
     """
 
     decode: Kernel
+    mixed_decode: Kernel
     prefill: Kernel
     rotary_write: Kernel
     add_norm: Kernel
@@ -118,8 +120,10 @@ def model_kernels(
 
 def _xla_kernels(write: Kernel, mesh: AnyMesh | None) -> ModelKernels:
     """Attention over gathered pages; what is not attention XLA splits over the mesh by itself."""
+    decode = _split(xla_attention.decode_attention, mesh, *_DECODE)
     return ModelKernels(
-        decode=_split(xla_attention.decode_attention, mesh, *_DECODE),
+        decode=decode,
+        mixed_decode=decode,
         prefill=_split(xla_attention.prefill_attention, mesh, *_PREFILL),
         rotary_write=_split(functools.partial(_rotary_write_by_xla, write), mesh, *_ROTARY_WRITE),
         add_norm=functools.partial(_add_norm, run=xla_fused.add_norm),
@@ -131,9 +135,11 @@ def _xla_kernels(write: Kernel, mesh: AnyMesh | None) -> ModelKernels:
 def _triton_kernels(mesh: AnyMesh | None) -> ModelKernels:
     """Attention and the write into pages for NVIDIA GPUs without WGMMA; the rest is XLA's."""
     write = functools.partial(write_rotated, run=triton_rotary_write.rotary_write)
+    decode = _split(triton_decode.decode_attention, mesh, *_DECODE)
     return replace(
         _xla_kernels(kv_write.write_by_scatter, mesh),
-        decode=_split(triton_decode.decode_attention, mesh, *_DECODE),
+        decode=decode,
+        mixed_decode=decode,
         prefill=_split(triton_prefill.prefill_attention, mesh, *_PREFILL),
         rotary_write=_split(write, mesh, *_ROTARY_WRITE),
     )
@@ -145,8 +151,11 @@ def _mosaic_kernels(mesh: AnyMesh | None) -> ModelKernels:
     Products are XLA's where devices share the weights: it adds up what each of them has, and splits
     gate and up.
     """
+    decode = decode_attention.decode_attention
+    mixed_decode = functools.partial(decode, leaves_padding=True)
     return ModelKernels(
-        decode=_split(decode_attention.decode_attention, mesh, *_DECODE),
+        decode=_split(decode, mesh, *_DECODE),
+        mixed_decode=_split(mixed_decode, mesh, *_DECODE),
         prefill=_split(prefill_attention.prefill_attention, mesh, *_PREFILL),
         rotary_write=_split(write_rotated, mesh, *_ROTARY_WRITE),
         add_norm=_split(_add_norm, mesh, (WHOLE,) * 4, (WHOLE, WHOLE)),

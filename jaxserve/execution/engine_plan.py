@@ -161,6 +161,7 @@ def scheduler_config(setup: ModelSetup, limits: Limits, buckets: BucketTable) ->
         max_decode_row_tokens=buckets.num_scheduler_steps,
         max_multi_token_rows=buckets.most_multi_rows,
         long_prefill_token_threshold=setup.config.long_prefill_token_threshold,
+        prefill_first=setup.prefill_first,
         max_queue_seconds=setup.config.max_queue_time,
         enable_prefix_caching=setup.config.enable_prefix_caching,
         num_host_pages=_count_host_pages(setup),

@@ -161,6 +161,13 @@ class ModelSetup:
         return max(1, min(MAX_CHOSEN_STEPS, int(MAX_DISPATCH_SECONDS / step_seconds)))
 
     @property
+    def prefill_first(self) -> bool:
+        """Whether prompts that fill a step hold decoding back: where only the whole time counts."""
+        if self.config.prefill_first is not None:
+            return self.config.prefill_first
+        return self.is_offline and self.config.scheduling_policy != "slo"
+
+    @property
     def multi_step_rows(self) -> int:
         """Most rows of a dispatch of several steps."""
         return OFFLINE_MULTI_STEP_ROWS if self.is_offline else SERVER_MULTI_STEP_ROWS

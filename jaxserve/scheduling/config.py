@@ -22,6 +22,8 @@ class SchedulerConfig:
       max_decode_row_tokens: tokens that a decode row computes and samples in one step at most; the
         W of the step's results. More than 1 only in steps that `StepBuilder` says.
       max_multi_token_rows: most rows of a step whose rows take several tokens.
+      prefill_first: decode rows are left out of steps that prompts fill, so that more sequences
+        decode together: more tokens a second, and longer gaps between those of a sequence.
       watermark: share of the pages, in [0, 1), that an admission leaves free while other
         sequences run.
       max_queue_seconds: a sequence that has not been scheduled so long after its arrival ends; None
@@ -42,6 +44,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     max_decode_row_tokens: int = 1
     max_multi_token_rows: int = 8
+    prefill_first: bool = False
     watermark: float = 0.0
     max_queue_seconds: float | None = None
     enable_prefix_caching: bool = False

@@ -62,6 +62,7 @@ class Roster:
         self.waiting: deque[Sequence] = deque()
         self.leaving: dict[Sequence, None] = {}
         self.num_preemptions = 0
+        self.num_held_steps = 0  # in a row, that left out the decode rows
         self.no_pages: NewPages = ((),) * len(page_pools)
         self.page_step = math.gcd(*(pool.page_size for pool in page_pools))
         self.unfinished: dict[str, dict[int, Sequence]] = {}

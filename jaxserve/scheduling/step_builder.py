@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxserve.request import Sequence, SequenceStatus
 from jaxserve.scheduling.bucket_fit import find_surplus
 from jaxserve.scheduling.config import SchedulerConfig
+from jaxserve.scheduling.held_decodes import holds_decodes, running_prompts
 from jaxserve.scheduling.prefix_index import PrefixHit
 from jaxserve.scheduling.roster import NewPages, Roster
 from jaxserve.step import ScheduledRow, SchedulerOutput
@@ -58,6 +59,12 @@ class StepBuilder:
     a page that both need. That one runs, so by the above it computes the page, or leaves. A page
     that would have to be copied is done without where there is no room for it beside its copy.
 
+    **Prompts first.** With `prefill_first`, a step leaves out the decode rows while prompts, of
+    those that run and of those that find a slot and pages, fill it: each costs as much in a step of
+    its own, and so more rows decode together later. Slots come free only when such prompts ask for
+    a single token, so all others have theirs soon; after `MAX_HELD_STEPS` steps decode rows get one
+    in any case. A step that then holds no prompt after all takes the decode rows.
+
     **Several tokens a row.** Where every sequence that runs decodes, they are few, there are pages
     for all, and nobody waits, a step may take up to `max_decode_row_tokens` of each: the device
     goes through as many decode steps by itself, and the host has to start only one. Sequences that
@@ -81,10 +88,18 @@ class StepBuilder:
 
     def build(self) -> SchedulerOutput | None:
         """Choose the rows and count them as in flight; None when no sequence can advance."""
-        self._add_decodes()
+        is_held = holds_decodes(self._config, self._roster, self._max_num_tokens)
+        if is_held:
+            self._prompts += running_prompts(self._roster)
+        else:
+            self._add_decodes()
         self._limit_prompts()
         self._roster.put_back_late()
         self._add_prompts()
+        if is_held and not self._chunks:
+            is_held = False
+            self._add_decodes()
+        self._roster.num_held_steps = self._roster.num_held_steps + 1 if is_held else 0
         self._fit_bucket()
         rows = (*self._decode_rows, *map(_make_row, self._chunks))
         if not rows:

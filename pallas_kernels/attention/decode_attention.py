@@ -48,8 +48,11 @@ COMBINED_AT_ONCE = 4  # pieces of a row whose sums are read at the same time
 
 @functools.partial(
     jax.jit,
-    static_argnames=("scale", "sliding_window", "soft_cap", "split_tokens", "interpret", "tuning"),
-)
+    static_argnames=(
+        "scale", "sliding_window", "soft_cap", "split_tokens", "leaves_padding", "interpret",
+        "tuning",
+    ),
+)  # fmt: skip
 def decode_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -62,6 +65,7 @@ def decode_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     split_tokens: int | None = None,
+    leaves_padding: bool = False,
     interpret: Any = None,
     tuning: DecodeTuningConfig | None = None,
     plan: DecodePlan | None = None,
@@ -81,6 +85,7 @@ def decode_attention(
       soft_cap: logits x become `soft_cap * tanh(x / soft_cap)`.
       split_tokens: the context is cut at multiples of it, whatever the batch, so that a row's
         sums do not depend on who shares the batch; None = cut so that the GPU is filled.
+      leaves_padding: padding rows stand last, and nobody reads their results.
       interpret: `plgpu.InterpretGPUParams()` runs the kernel on the CPU, with two workers at
         most: XLA's CPU client has no threads for more on a small machine, and would hang.
       tuning: sizes of the kernel; None = from the table.
@@ -88,7 +93,7 @@ def decode_attention(
         made here.
 
     Returns:
-      [S, N, H] in q's dtype; padding rows are zero.
+      [S, N, H] in q's dtype; padding rows are zero, or undefined with `leaves_padding`.
 
     Raises:
       ValueError: shapes, dtypes, head dim, page size, heads, `split_tokens` or plan do not fit.
@@ -109,10 +114,11 @@ def decode_attention(
         max_tokens=page_table.shape[1] * page_size,
         sliding_window=sliding_window,
         split_tokens=split_tokens,
+        leaves_padding=leaves_padding,
         tuning=tuning,
     )
-    asked = (num_rows, num_kv_heads, sliding_window, split_tokens, tuning.block_tokens)
-    _check_plan(made, asked)
+    options = (sliding_window, split_tokens, leaves_padding)
+    _check_plan(made, (num_rows, num_kv_heads, *options, tuning.block_tokens))
     rows, rows_a_group = _flat_queries(q, num_kv_heads)
     sizes = Sizes(
         group=q.shape[1] // num_kv_heads,
@@ -157,12 +163,12 @@ def _launch(
 
 
 def _check_plan(plan: DecodePlan, asked: tuple[int | None, ...]) -> None:
-    window, split_tokens, block = plan.sliding_window, plan.split_tokens, plan.block_tokens
-    made_for = (*plan.counters.shape, window, split_tokens, block)
+    options = (plan.sliding_window, plan.split_tokens, plan.leaves_padding)
+    made_for = (*plan.counters.shape, *options, plan.block_tokens)
     if made_for != asked:
         raise ValueError(
-            "plan must be made for this call's rows, KV heads, sliding_window, split_tokens and "
-            f"block_tokens {asked}; got one for {made_for}"
+            "plan must be made for this call's rows, KV heads, sliding_window, split_tokens, "
+            f"leaves_padding and block_tokens {asked}; got one for {made_for}"
         )
 
 

@@ -36,6 +36,7 @@ class DecodePlan:
       block_tokens: keys a block.
       sliding_window: for which the plan was made; None = the whole context.
       split_tokens: likewise; None = cut evenly.
+      leaves_padding: likewise.
       max_pieces: places in the workspace.
     """
 
@@ -45,14 +46,16 @@ class DecodePlan:
     block_tokens: int = field(metadata={"static": True})
     sliding_window: int | None = field(metadata={"static": True})
     split_tokens: int | None = field(metadata={"static": True})
+    leaves_padding: bool = field(metadata={"static": True})
     max_pieces: int = field(metadata={"static": True})
 
 
 class _Rows(NamedTuple):
     """By row, [S] int32: visible blocks, first of them, and place among all rows' blocks.
 
-    A row without keys takes the place of one block, so that such rows are shared out, too.
-    `longest`, int32: most visible blocks of a row.
+    A row without keys takes the place of one block, so that such rows are shared out, too; or, if
+    nobody reads its result, of none. `longest`, int32: most visible blocks of a row. `wanted`,
+    int32: how many rows, the first ones, have segments; None = all.
     """
 
     length: jax.Array
@@ -61,6 +64,7 @@ class _Rows(NamedTuple):
     start: jax.Array
     end: jax.Array
     longest: jax.Array
+    wanted: jax.Array | None
 
 
 class _Cuts(NamedTuple):
@@ -108,6 +112,7 @@ class _Segments(NamedTuple):
         "max_tokens",
         "sliding_window",
         "split_tokens",
+        "leaves_padding",
         "tuning",
     ),
 )
@@ -120,6 +125,7 @@ def plan_decode(
     max_tokens: int,
     sliding_window: int | None = None,
     split_tokens: int | None = None,
+    leaves_padding: bool = False,
     tuning: DecodeTuningConfig | None = None,
 ) -> DecodePlan:
     """Cut the contexts and share the segments out evenly over the GPU.
@@ -133,6 +139,8 @@ def plan_decode(
       sliding_window: the query sees this many keys; None = all.
       split_tokens: the context is cut at multiples of it, whatever the batch; None = cut only so
         that the GPU is filled evenly.
+      leaves_padding: rows without tokens stand last and get no segment: nobody is to read what the
+        attention returns for them.
       tuning: sizes of the kernel; None = from the table.
 
     Raises:
@@ -150,7 +158,7 @@ def plan_decode(
     most = num_rows * max(1, -(-max_tokens // smallest))
     num_programs = tuning.num_processors * tuning.programs_per_processor
     num_shares = max(1, min(num_programs // num_kv_heads, most))
-    rows = _measure_rows(seq_lens, block, sliding_window)
+    rows = _measure_rows(seq_lens, block, sliding_window, leaves_padding)
     if split_tokens is None:
         cuts = _cut_evenly(rows, num_shares, max(1, smallest // block))
         made, ends = _segments_between(rows, cuts, num_rows + num_shares - 1), cuts.segments
@@ -166,6 +174,7 @@ def plan_decode(
         block_tokens=block,
         sliding_window=sliding_window,
         split_tokens=split_tokens,
+        leaves_padding=leaves_padding,
         max_pieces=max_pieces,
     )
 
@@ -178,14 +187,17 @@ def zero_counters(seq_lens: jax.Array, num_kv_heads: int) -> jax.Array:
     return jnp.broadcast_to(jnp.minimum(seq_lens, 0)[:, None], (seq_lens.size, num_kv_heads))
 
 
-def _measure_rows(seq_lens: jax.Array, block: int, window: int | None) -> _Rows:
+def _measure_rows(
+    seq_lens: jax.Array, block: int, window: int | None, leaves_padding: bool
+) -> _Rows:
     start = jnp.zeros_like(seq_lens) if window is None else jnp.maximum(seq_lens - window, 0)
     first = lax.div(start, block)
     blocks = _ceil_div(seq_lens, block) - first
-    place = jnp.maximum(blocks, 1)
+    place = blocks if leaves_padding else jnp.maximum(blocks, 1)
     # The maximum of all rows is found in the kernel of the sums, as the last running maximum.
     end, longest = lax.optimization_barrier((_running_sum(place), _running_max(blocks)))
-    return _Rows(seq_lens, first, blocks, end - place, end, longest[-1])
+    wanted = (blocks > 0).sum(dtype=jnp.int32) if leaves_padding else None
+    return _Rows(seq_lens, first, blocks, end - place, end, longest[-1], wanted)
 
 
 def _cut_evenly(rows: _Rows, num_shares: int, smallest: int) -> _Cuts:
@@ -207,7 +219,10 @@ def _place_cuts(rows: _Rows, place: jax.Array, least: jax.Array) -> _Cuts:
     place = jnp.where((end - place < least) & (place > start), end, place)
     is_within = (start < place) & (place < end)
     cut_row, cut_place = (jnp.where(is_within, field, NEVER) for field in (row, place))
-    segments = row + (place > start) + _count(cut_place, jnp.less, place)
+    begun = row + (place > start)
+    if rows.wanted is not None:
+        begun = jnp.minimum(begun, rows.wanted)
+    segments = begun + _count(cut_place, jnp.less, place)
     other_place, own_place, axis = _all_pairs(cut_place, place)
     other_row, own_row, _ = _all_pairs(cut_row, row)
     is_own = other_row == own_row
@@ -276,6 +291,8 @@ def _cut_at_multiples(
     )
     share_ends = _ends_of_shares(_ceil_div(rows.end[-1], num_shares), num_shares)
     begins = jnp.where(index < ends[-1], begin, NEVER)
+    if rows.wanted is not None:
+        begins = jnp.where(row < rows.wanted, begins, NEVER)
     return made, _count(begins, jnp.less, share_ends)
 
 

@@ -94,6 +94,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("preemption_mode", "never", "must be one of swap, recompute, auto; got 'never'"),
     ("scheduling_policy", "lifo", "must be one of fcfs, priority, shortest-first, slo; got 'lifo'"),
     ("scheduling_policy", None, "must be text"),
+    ("prefill_first", 1, "must be True or False; got 1"),
     ("ttft_goal_ms", 250, "must be given only with scheduling_policy='slo'; got 250"),
     ("ttft_goal_ms", 0, "must be at least 0.001; got 0"),
     ("tpot_goal_ms", 0.5, "must be given only with scheduling_policy='slo'; got 0.5"),
@@ -121,6 +122,13 @@ BAD: list[tuple[str, Any, str]] = [
 def test_a_bad_value_is_refused_with_name_rule_and_value(name: str, value: Any, rule: str):
     with pytest.raises(EngineConfigError, match=f"^{name} {rule}"):
         EngineConfig(**{name: value})
+
+
+def test_prompts_first_breaks_the_goals_of_slo():
+    rule = "^prefill_first must not be given with slo, whose goals it breaks; got True"
+    with pytest.raises(EngineConfigError, match=rule):
+        EngineConfig(prefill_first=True, scheduling_policy="slo")
+    assert EngineConfig(prefill_first=False, scheduling_policy="slo").prefill_first is False
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_queue_seconds=st.sampled_from([None, None, 2.0]),
         num_host_pages=st.sampled_from([0, 2, 8, 8]),
         policy=st.sampled_from(sorted(POLICIES)),
+        prefill_first=st.booleans(),
     )
     def start(
         self,
@@ -87,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_queue_seconds,
         num_host_pages,
         policy,
+        prefill_first,
     ):
         self.now, self.num_host_pages = 0.0, num_host_pages
         if have_one_page_size:
@@ -109,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_queue_seconds=max_queue_seconds,
             clock=lambda: self.now,
             policy=POLICIES[policy](),
+            prefill_first=prefill_first and policy != "slo",
         )
         self.engine = SimulatedEngine(self.scheduler, is_eager=False)
         self.sequences: dict[tuple[str, int], Sequence] = {}

@@ -36,3 +36,11 @@ def test_offline_they_are_many_and_a_cpu_needs_none() -> None:
 def test_what_is_asked_for_is_taken() -> None:
     assert choose("llama-3-8b", num_scheduler_steps=3).num_scheduler_steps == 3
     assert choose("llama-3-8b", is_gpu=False, num_scheduler_steps=16).num_scheduler_steps == 16
+
+
+def test_prompts_come_first_where_only_the_whole_time_counts() -> None:
+    assert choose("llama-3-8b", is_offline=True).prefill_first
+    assert not choose("llama-3-8b").prefill_first
+    assert not choose("llama-3-8b", is_offline=True, scheduling_policy="slo").prefill_first
+    assert not choose("llama-3-8b", is_offline=True, prefill_first=False).prefill_first
+    assert choose("llama-3-8b", prefill_first=True).prefill_first

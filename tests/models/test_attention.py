@@ -37,7 +37,7 @@ def trace(num_rows: int, *, is_decode_only: bool = True, **fields: Any) -> str:
     """A step of rows with one token each, lowered for CUDA; `decode` may not be called."""
     sizes = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64, **fields}
     config = tiny_config(**sizes, num_hidden_layers=2)
-    kernels = replace(model_kernels("mosaic", "gpu"), decode=call)
+    kernels = replace(model_kernels("mosaic", "gpu"), decode=call, mixed_decode=call)
     layout = WeightLayout.of_model(
         model_class(config.architecture), config, stack="all", dtype="bfloat16", kernels=kernels
     )

@@ -80,6 +80,19 @@ def test_interpreted_pieces_of_a_row_sum_to_the_same(case, options):
     assert_matches_reference(got, case, inputs)
 
 
+def test_interpreted_padding_that_is_left_changes_no_other_row():
+    case = decode_case(170, 60, 330, 0, 0, 0, heads=(2, 1, 64))
+    inputs, interpret = make_inputs(case), plgpu.InterpretGPUParams()
+    got = [
+        decode_attention(
+            *inputs[:6], interpret=interpret, leaves_padding=leaves_padding, **case.options
+        )
+        for leaves_padding in (False, True)
+    ]
+    assert (got[0][:3] == got[1][:3]).all()
+    assert not got[0][3:].any()
+
+
 def make_plan(seq_lens, num_kv_heads):
     return plan_decode(
         seq_lens, num_kv_heads=num_kv_heads, head_dim=128, dtype="bfloat16", max_tokens=4096
@@ -125,7 +138,11 @@ def test_it_is_one_launch_and_xla_adds_nothing_after_it():
 
 @pytest.mark.parametrize(
     ("made_for", "options"),
-    [({"num_kv_heads": 4}, {}), ({"num_kv_heads": 8}, {"sliding_window": 100})],
+    [
+        ({"num_kv_heads": 4}, {}),
+        ({"num_kv_heads": 8}, {"sliding_window": 100}),
+        ({"num_kv_heads": 8}, {"leaves_padding": True}),
+    ],
 )
 def test_a_plan_for_something_else_is_refused(made_for, options):
     plan = make_plan(jnp.ones(8, jnp.int32), **made_for)

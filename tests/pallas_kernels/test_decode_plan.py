@@ -76,6 +76,20 @@ def test_the_segments_of_a_row_are_its_visible_blocks_in_order(lens, window, spl
     assert max(places, default=0) < plan.max_pieces
 
 
+@pytest.mark.parametrize("split_tokens", [None, 128])
+@pytest.mark.parametrize("live", [(), (700,), (2000, 64, 65, 700, 3000, 1), (500,) * 40])
+def test_rows_that_are_left_change_nothing_of_the_others(live, split_tokens):
+    plan = make_plan(live + (0,) * 90, split_tokens=split_tokens, leaves_padding=True)
+    segments = np.concatenate(shares_of(plan))
+    assert (segments[:, 1] > 0).all()
+    if live:
+        alone = make_plan(live, split_tokens=split_tokens)
+        assert (segments == np.concatenate(shares_of(alone))).all()
+        assert blocks_of(shares_of(plan)) == blocks_of(shares_of(alone))
+    else:
+        assert not len(segments)
+
+
 def plain_cuts(lens: list[int], num_shares: int, smallest: int) -> tuple[list, list[int]]:
     """(row, begin, end) of each segment and the shares' cuts, as places among all blocks."""
     blocks = [-(-length // BLOCK) for length in lens]
