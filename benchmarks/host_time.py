@@ -1,14 +1,18 @@
 """Measure the host's time a step, without a device: requests, scheduler, batches and outputs.
 
-    python benchmarks/host_time.py [TEST ...] [--runs N] [--prefix-cache] [--waste] [--profile]
+    python benchmarks/host_time.py [TEST ...] [--runs N] [--prefix-cache] [--prefill-first]
+        [--waste] [--profile]
 
 The engine is the real one but for its runner, which only counts: a row samples a token when all of
 its tokens are computed. Tests are those of `jaxserve bench`. Times are milliseconds a step; `rest`
-is what passes outside the engine's stages: making requests, the loop of `LLM`, and outputs.
+is what passes outside the engine's stages: making requests, the loop of `LLM`, and outputs. `start`
+and `end` are milliseconds a call, in which a device would have nothing to do: until the first step
+is dispatched, and from the results of the last one until the call returns.
 """
 
 import argparse
 import cProfile
+import math
 import pstats
 import statistics
 import sys
@@ -44,14 +48,21 @@ STAGES = ("schedule", "build", "commit")
 
 
 class CountingRunner:
-    """A runner whose device only counts tokens; its result is there at once."""
+    """A runner whose device only counts tokens; its result is there at once.
+
+    Attributes:
+      first_dispatch: when the first step since this was set to infinity was dispatched.
+      last_collect: when the newest step was collected.
+    """
 
     def __init__(self, builder: BatchBuilder):
         self._builder = builder
         self._records = np.zeros((MAX_NUM_SEQS, 2), np.int32)  # tokens, computed tokens
+        self.first_dispatch, self.last_collect = math.inf, 0.0
 
     def dispatch(self, batch: PackedBatch) -> StepResult:
         """Count a step; the handle is the result."""
+        self.first_dispatch = min(self.first_dispatch, time.perf_counter())
         for buffer in batch.admissions:
             self._admit(self._builder.admission_layout.split(buffer))
         inputs = self._builder.layout(batch.bucket).split(batch.packed)
@@ -66,6 +77,7 @@ class CountingRunner:
 
     def collect(self, handle: StepResult) -> StepResult:
         """Give the result back."""
+        self.last_collect = time.perf_counter()
         return handle
 
     def _admit(self, views: dict[str, np.ndarray]) -> None:
@@ -75,7 +87,7 @@ class CountingRunner:
         self._records[slots[is_used]] = views["admitted_records"][is_used][:, columns]
 
 
-def make_engine(*, enable_prefix_caching: bool) -> Engine:
+def make_engine(*, enable_prefix_caching: bool, prefill_first: bool) -> Engine:
     """An engine with the sizes that an H200 gets."""
     buckets = make_bucket_table(
         max_num_seqs=MAX_NUM_SEQS,
@@ -99,6 +111,7 @@ def make_engine(*, enable_prefix_caching: bool) -> Engine:
         token_buckets=buckets.token_buckets,
         row_buckets=buckets.row_buckets,
         enable_prefix_caching=enable_prefix_caching,
+        prefill_first=prefill_first,
     )
     scheduler = Scheduler(config, (PagePool(NUM_PAGES, PAGE_SIZE),))
     runner: Any = CountingRunner(builder)
@@ -108,8 +121,10 @@ def make_engine(*, enable_prefix_caching: bool) -> Engine:
 class HostRun:
     """The offline door around an engine without a device."""
 
-    def __init__(self, *, enable_prefix_caching: bool) -> None:
-        self.engine = make_engine(enable_prefix_caching=enable_prefix_caching)
+    def __init__(self, *, enable_prefix_caching: bool, prefill_first: bool = False) -> None:
+        self.engine = make_engine(
+            enable_prefix_caching=enable_prefix_caching, prefill_first=prefill_first
+        )
         self._maker = RequestMaker(
             tokenizer=None,
             limits=SamplingLimits(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN),
@@ -121,10 +136,12 @@ class HostRun:
         self._loop = RequestLoop(client, OutputProcessor(None), part_tokens=part_tokens)
 
     def run(self, workload: Workload) -> dict[str, float]:
-        """Run a workload once, as `LLM.generate` does; milliseconds a step by stage."""
+        """Run a workload once, as `LLM.generate` does; milliseconds by stage, see above."""
         prompts = [{"prompt_token_ids": list(ids)} for ids in workload.prompts]
         params = [workload.sampling_params(n, detokenize=False) for n in workload.output_lens]
         before, before_outputs = replace(self.engine.times), self._loop.output_seconds
+        runner: Any = self.engine.runner
+        runner.first_dispatch = math.inf
         start = time.perf_counter()
         submissions = self._maker.of_prompts(prompts, params, RequestOutputKind.FINAL_ONLY)
         made = time.perf_counter()
@@ -137,7 +154,12 @@ class HostRun:
         seconds["rest"] = end - start - of_runner - sum(seconds.values())
         seconds["of rest: making requests"] = made - start
         seconds["of rest: outputs"] = self._loop.output_seconds - before_outputs
-        return {"steps": float(num_steps)} | {k: s / num_steps * 1e3 for k, s in seconds.items()}
+        ends = {"start": runner.first_dispatch - start, "end": end - runner.last_collect}
+        return (
+            {"steps": float(num_steps)}
+            | {k: s / num_steps * 1e3 for k, s in seconds.items()}
+            | {k: s * 1e3 for k, s in ends.items()}
+        )
 
     def waste(self, workload: Workload) -> tuple[float, float]:
         """Mean and largest share of the token slots in held pages that hold no token."""
@@ -159,10 +181,13 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", default=list(WORKLOADS), metavar="TEST")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--prefix-cache", action="store_true", help="with the prefix cache")
+    parser.add_argument("--prefill-first", action="store_true", help="prompts go before decodes")
     parser.add_argument("--waste", action="store_true", help="print the empty slots of pages, too")
     parser.add_argument("--profile", action="store_true", help="print the slowest functions")
     arguments = parser.parse_args()
-    host = HostRun(enable_prefix_caching=arguments.prefix_cache)
+    host = HostRun(
+        enable_prefix_caching=arguments.prefix_cache, prefill_first=arguments.prefill_first
+    )
     for name in arguments.tests:
         workload = WORKLOADS[name](VOCAB_SIZE)
         runs = [host.run(workload) for _ in range(arguments.runs)]

@@ -119,8 +119,9 @@ class OutputProcessor:
 class _RequestState:
     """One unfinished request.
 
-    All its outputs share one list of prompt ids, which may be long; the first of them makes it, not
-    `add`, for which the device may be waiting.
+    All its outputs share one list of prompt ids, which may be long. It is made when the first token
+    comes: the device works then, but may wait for `add`, and for the outputs of many requests that
+    end in one step.
     """
 
     request: Request
@@ -175,12 +176,17 @@ class _RequestState:
             self.num_cached_tokens = update.num_cached_tokens
 
     def note_tokens(self, now: float) -> None:
-        """Keep the times of the first and the newest tokens."""
+        """Keep the times of the first and the newest tokens, and get ready for their outputs."""
         stats = self.stats
         stats.last_token_ts = now
         if stats.first_token_ts is None:
             stats.first_token_ts = now
             stats.first_token_latency = now - stats.arrival_time
+            self._list_prompt()
+
+    def _list_prompt(self) -> None:
+        if not self.prompt_token_ids:
+            self.prompt_token_ids += self.request.prompt_token_ids
 
     def make_output(self) -> RequestOutput | None:
         """Make what the client is to hear now, or None; not None when it has just finished."""
@@ -189,8 +195,7 @@ class _RequestState:
         if not due or (kind is RequestOutputKind.FINAL_ONLY and not is_finished):
             return None
         shown = due if kind is RequestOutputKind.DELTA else self.sequences
-        if not self.prompt_token_ids:
-            self.prompt_token_ids += self.request.prompt_token_ids
+        self._list_prompt()
         self.stats.num_generation_tokens = sum([len(s.token_ids) for s in self.sequences])
         return RequestOutput(
             request_id=self.request.request_id,

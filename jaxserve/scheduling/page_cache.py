@@ -107,9 +107,18 @@ class PageCache:
         del self._idle[dropped]
         return dropped
 
-    def retire(self, page: int) -> None:
-        """The last sequence that held this cached page has given it back."""
-        self._idle[page] = None
+    def retire(self, pages: list[int]) -> list[int]:
+        """No sequence holds these pages any more; returns those that are not cached."""
+        names, partials, idle = self._names, self.partials, self._idle
+        if not names and not partials:
+            return pages
+        blank = []
+        for page in pages:
+            if page in names or page in partials:
+                idle[page] = None
+            else:
+                blank.append(page)
+        return blank
 
     def revive(self, page: int) -> None:
         """A sequence takes this idle page."""

@@ -17,6 +17,10 @@ class PartialPages:
         self._pages: dict[bytes, dict[int, bytes]] = {}
         self._parents: dict[int, bytes] = {}
 
+    def __len__(self) -> int:
+        """How many pages are known."""
+        return len(self._parents)
+
     def __contains__(self, page: int) -> bool:
         """Whether the page is known."""
         return page in self._parents

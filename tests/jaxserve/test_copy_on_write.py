@@ -106,7 +106,7 @@ def test_a_page_that_becomes_full_is_known_by_all_its_tokens():
     cache.add(1, name)
     assert cache.find(name) == 1
     assert cache.partials.find(PARENT, content_of(3, 1, 4, 8)) == (1, 3)
-    cache.retire(1)
+    assert cache.retire([1, 2]) == [2], "of the two only the first is cached"
     assert cache.evict() == (1, name)
     assert 1 not in cache and cache.partials.find(PARENT, content_of(3, 1)) == (0, 0)
     cache.check_invariants()

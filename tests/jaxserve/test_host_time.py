@@ -20,6 +20,7 @@ def test_the_same_workload_can_be_run_again_and_again(has_cache: bool) -> None:
     host = HostRun(enable_prefix_caching=has_cache)
     times = [host.run(WORKLOAD) for _ in range(2)]
     assert [run["steps"] for run in times] == [4, 4]
+    assert all(0 < run[name] for run in times for name in ("start", "end"))
     # The second run copies the last page of each prompt, which is not full.
     assert host.engine.scheduler.num_copied_pages == 2 * has_cache
     assert host.engine.scheduler.num_prefix_hits == 2 * (NUM_TOKENS - 1) * has_cache

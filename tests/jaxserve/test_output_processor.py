@@ -319,6 +319,17 @@ def test_a_dropped_request_gives_nothing_more():
     assert run(processor, make_update("a")) == []
 
 
+def test_the_prompts_list_is_made_while_the_device_works_on_the_next_token():
+    processor = make_processor()
+    processor.add(make_request(output_kind=FINAL_ONLY))
+    made = processor._requests["r"].prompt_token_ids
+    assert made == []
+    assert run(processor, make_update("a")) == []
+    assert made == [65, 66]
+    (output,) = run(processor, make_update("b", finish_reason=FinishReason.LENGTH))
+    assert output.prompt_token_ids is made
+
+
 def test_times_are_of_the_one_monotonic_clock():
     clock = Clock()
     processor = make_processor(clock=clock)

@@ -62,7 +62,7 @@ def test_a_part_from_the_middle_is_not_taken_for_one_from_the_start(cache: PageC
 
 @pytest.mark.parametrize("page", [1, 4, 6])
 def test_an_evicted_page_ends_what_is_found(cache: PageCache, page: int) -> None:
-    cache.retire(page)
+    assert cache.retire([page]) == []
     assert cache.find_first(NAMES) == [1, 2, 3, 4, 5, 6], "idle pages are found"
     assert cache.evict() == (page, NAMES[page - 1])
     assert cache.find_first(NAMES) == list(range(1, page))
@@ -74,7 +74,7 @@ def test_an_evicted_page_ends_what_is_found(cache: PageCache, page: int) -> None
 
 def test_an_evicted_partial_page_leaves_the_full_ones(cache: PageCache) -> None:
     cache.add_partial(20, NAMES[-1][0], b"\x01\0\0\0")
-    cache.retire(20)
+    assert cache.retire([20]) == []
     assert cache.evict() == (20, None)
     assert count_looks(cache, NAMES) == ([1, 2, 3, 4, 5, 6], 0)
 

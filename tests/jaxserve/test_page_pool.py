@@ -50,6 +50,16 @@ def test_a_page_that_is_not_given_out_can_be_neither_freed_nor_shared(page):
         pool.take_cached([page])
 
 
+def test_a_page_that_is_freed_twice_stops_there_and_the_books_stay_right():
+    pool = PagePool(6, 16)
+    assert pool.allocate(4) == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="gave out and not free; got 2"):
+        pool.free([1, 2, 2, 3])
+    pool.check_invariants()
+    assert [pool.num_references(page) for page in range(1, 5)] == [0, 0, 1, 1]
+    assert pool.allocate(2) == [2, 1], "freed last, given out first"
+
+
 def test_pages_are_counted_for_whole_and_partial_pages():
     pool = PagePool(3, 16)
     assert [pool.num_pages_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]

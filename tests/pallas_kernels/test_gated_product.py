@@ -174,6 +174,22 @@ def test_the_smallest_tiles_serve_of_which_all_run_at_the_same_time(rows, width,
     assert runs_at_once(rows, width) == (tile is not WIDE)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [
+        (128, WIDE),  # 1 round; 2 of narrow ones
+        (256, WIDE),  # 2; 4
+        (512, NARROW),  # 4, of which the last has 52 tiles for 132 processors; 7
+        (640, NARROW),  # 5; 9
+        (1024, WIDE),  # 7; 14
+        (8192, WIDE),  # 55; 109
+    ],
+)
+def test_where_more_rounds_are_needed_their_time_decides(rows, tile):
+    assert default_tuning(rows, 14336) == GatedProductTuning(**tile)
+    assert not runs_at_once(rows, 14336)
+
+
 def test_what_fits_can_be_asked():
     assert fits_gated_product((1000, 1024), (28, 1024, 6144), jnp.bfloat16)
     assert not fits_gated_product((1000, 1024), (28, 1024, 6144), jnp.float32)

@@ -67,6 +67,21 @@ def test_interpreted_kernel_matches_the_jnp_version(case, fields, tuning):
     assert_close(got, xla_fused.rotary_write(*args, write=write_by_loop, **options))
 
 
+def test_kv_heads_in_turn_have_the_same_bits():
+    args, options = make_inputs(5, (4, 2), (32, 32, 64), bias=True, norm=True)
+    got, want = (
+        rotary_write(
+            *args,
+            interpret=INTERPRET,
+            tuning=RotaryWriteTuning(query_heads=2, written_tokens=1, query_kv_heads=in_turn),
+            **options,
+        )
+        for in_turn in (2, 1)
+    )
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [0, 4])
 @pytest.mark.parametrize("heads", [(8, 4), (2, 7), (3, 3)])
@@ -147,6 +162,9 @@ def test_what_does_not_fit_is_refused():
         rotary_write(*args[:-2], args[-2][:, :10], args[-1][:, :10], **options)
     with pytest.raises(ValueError, match="must divide 2"):
         rotary_write(*args, tuning=RotaryWriteTuning(query_heads=3, written_tokens=1), **options)
+    tuning = RotaryWriteTuning(query_heads=1, written_tokens=1, query_kv_heads=3)
+    with pytest.raises(ValueError, match="query_kv_heads must divide 2"):
+        rotary_write(*args, tuning=tuning, **options)
     versions = (rotary_write, functools.partial(xla_fused.rotary_write, write=write_by_loop))
     for version in versions:
         with pytest.raises(ValueError, match="come together"):
