@@ -1,7 +1,7 @@
 """Paged attention: agreement with the float32 reference, then time."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,14 @@ TOLERANCE = 0.01
 FLOPS_PER_SECOND = 7.9e14  # of large bfloat16 products on an H200
 SAMPLES = 48  # tokens of a case that are compared with the reference
 LAYERS = 4  # of a timed cache: each call reads another layer, so that L2 cannot serve it
+CALLS = 40  # in a timed loop
+# Sizes of every timed prefill batch.
+PADDED_TOKENS, PADDED_ROWS, MAX_CONTEXT, POOL_TOKENS = 8192, 256, 32768, 73728
+KV_HEADS, HEAD_DIM = 8, 128
+SCALE = HEAD_DIM**-0.5
+
+Asked = tuple[int, int, int]  # token, its row, how many keys it sees
+Rows = list[tuple[int, int]]  # query tokens and tokens in cache before them
 
 # name -> (query tokens by row, or None for decode; tokens in cache by row; fields)
 CHECKS: dict[str, tuple[list[int] | None, list[int], dict[str, Any]]] = {
@@ -49,6 +57,22 @@ CHECKS: dict[str, tuple[list[int] | None, list[int], dict[str, Any]]] = {
     "prefill plain": ([1, 300, 29, 700], [40, 470, 29, 700], {"tuning": {"ping_pong": False}}),
     "prefill beyond 2^32 elements": ([600, 100], [700, 1000], {"far": True}),
 }  # fmt: skip
+
+MIXED: Rows = [
+    *((1, 29 + 41 * index) for index in range(48)),
+    *((tokens, 0) for tokens in (17, 64, 130, 300, 511, 700, 1000, 1500)),
+    *((tokens, 300 * index) for index, tokens in enumerate((33, 100, 200, 400, 600, 900, 1200))),
+]
+BATCHES: dict[str, Rows] = {
+    "short 16x512": [(512, 0)] * 16,
+    "short 64x128": [(128, 0)] * 64,
+    "short 240x34": [(34, 0)] * 240,
+    "short 8x1024": [(1024, 0)] * 8,
+    "short mixed": MIXED,
+    "long 4x2048": [(2048, 0)] * 4,
+    "long 1x8192": [(8192, 0)],
+    "long 8192 on 24576": [(8192, 24576)],
+}
 
 
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
@@ -89,27 +113,38 @@ def check(num_queries: list[int] | None, seq_lens: list[int], fields: dict[str, 
     else:
         out = prefill_checked(q, cache, lens, starts, fields, options)
     out = np.array(out.astype(jnp.float32))
-    asked = [
+    asked = asked_tokens(starts, seq_lens, fields.get("first", 0))
+    error = sampled_error(out, q, keys, values, table, asked, options)
+    rest = np.delete(out, [token for token, _, _ in asked], axis=0)
+    is_finite = bool(np.isfinite(out).all())
+    return {
+        "ok": error < TOLERANCE and is_finite and not rest.any(),
+        "relative_error": error,
+        "is_finite": is_finite,
+        "others_are_zero": not rest.any(),
+    }
+
+
+def asked_tokens(starts: np.ndarray, seq_lens: Sequence[int], first: int) -> list[Asked]:
+    """The tokens of rows `first` and later."""
+    return [
         (token, row, seq_lens[row] - (starts[row + 1] - token) + 1)
-        for row in range(fields.get("first", 0), len(seq_lens))
+        for row in range(first, len(seq_lens))
         if seq_lens[row]
         for token in range(starts[row], starts[row + 1])
     ]
-    tokens = [token for token, _, _ in asked]
-    rest = np.delete(out, tokens, axis=0)
+
+
+def sampled_error(out: np.ndarray, q, keys, values, table, asked: list[Asked], options) -> float:
+    """Largest relative error of [T, N, H] float32 results, of some of the tokens asked for."""
     if len(asked) > SAMPLES:
+        rng = np.random.default_rng(0)
         picked = {0, len(asked) - 1, *rng.choice(len(asked), SAMPLES - 2, replace=False).tolist()}
         asked = [asked[index] for index in sorted(picked)]
     want = expected(q, keys, values, table, asked, options)
     got = out[[token for token, _, _ in asked]]
     errors = np.linalg.norm(got - want, axis=(1, 2)) / np.linalg.norm(want, axis=(1, 2))
-    is_finite = bool(np.isfinite(out).all())
-    return {
-        "ok": bool(errors.max() < TOLERANCE) and is_finite and not rest.any(),
-        "relative_error": float(errors.max()),
-        "is_finite": is_finite,
-        "others_are_zero": not rest.any(),
-    }
+    return float(errors.max())
 
 
 def prefill_checked(q, cache, lens, starts, fields: dict[str, Any], options) -> jax.Array:
@@ -143,22 +178,26 @@ def move_far(keys: jax.Array, values: jax.Array, table: np.ndarray):
     return place(keys), place(values), jnp.array([num_layers - 1]), jnp.asarray(far_table)
 
 
-def expected(q, keys, values, table, asked, options) -> np.ndarray:
-    """The reference for single tokens (token, row, keys seen), in float32."""
-
-    @jax.jit
-    def one_by_one(q, keys, values, table, tokens, rows, lengths):
-        def one(args):
-            token, row, length = args
-            return paged_attention(
-                q[token][None].astype(jnp.float32), keys, values, jnp.array([0]),
-                table[row][None], length[None], jnp.array([0, 1]), **options,
-            )[0]  # fmt: skip
-
-        return lax.map(one, (tokens, rows, lengths))
-
+def expected(q, keys, values, table, asked: list[Asked], options) -> np.ndarray:
+    """The reference for single tokens, in float32."""
     tokens, rows, lengths = (jnp.asarray(x, jnp.int32) for x in zip(*asked, strict=True))
-    return np.asarray(one_by_one(q, keys, values, jnp.asarray(table), tokens, rows, lengths))
+    return np.asarray(
+        one_by_one(q, keys, values, jnp.asarray(table), tokens, rows, lengths, **options)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
+def one_by_one(q, keys, values, table, tokens, rows, lengths, **options):
+    """The reference for tokens [n] of rows [n] that see as many keys as lengths [n] says."""
+
+    def one(args):
+        token, row, length = args
+        return paged_attention(
+            q[token][None].astype(jnp.float32), keys, values, jnp.array([0]),
+            table[row][None], length[None], jnp.array([0, 1]), **options,
+        )[0]  # fmt: skip
+
+    return lax.map(one, (tokens, rows, lengths))
 
 
 def timed_cache(num_rows: int, context: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -175,44 +214,61 @@ def timed_cache(num_rows: int, context: int) -> tuple[jax.Array, jax.Array, jax.
     return fill(1), fill(2), jnp.asarray(table, jnp.int32)
 
 
-def prefill_timings() -> dict[str, Any]:
-    batches = {
-        "8192": (1, 8192, 0),
-        "8192 on 24576": (1, 8192, 24576),
-        "16x512": (16, 512, 0),
-        "64x128": (64, 128, 0),
-    }
+def prefill_timings() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Name -> timing, of 32 and of 16 query heads."""
     return {
-        f"time prefill {name}": functools.partial(time_prefill, *batch)
-        for name, batch in batches.items()
+        f"prefill {name} n{num_heads}": functools.partial(time_prefill, rows, num_heads)
+        for num_heads in (32, 16)
+        for name, rows in BATCHES.items()
     }
 
 
-def time_prefill(num_rows: int, num_tokens: int, prefix: int) -> dict[str, Any]:
-    """Time rows of `num_tokens` queries each; its tiles are planned before the layers."""
-    num_heads = 32
-    keys, values, table = timed_cache(num_rows, prefix + num_tokens)
-    q = random_array(3, (num_rows * num_tokens, num_heads, 128), "bfloat16")
-    lens = jnp.full(num_rows, prefix + num_tokens, jnp.int32)
-    starts = jnp.arange(num_rows + 1, dtype=jnp.int32) * num_tokens
-    first = jnp.zeros(1, jnp.int32)
-    tiles = prefill_tiles(starts, first, lens, num_tokens=q.shape[0], head_dim=128, dtype=q.dtype)
+def time_prefill(rows: Rows, num_heads: int) -> dict[str, Any]:
+    """Compare a batch with the reference and time it; its tiles are planned before the layers."""
+    arguments = prefill_arguments(rows, num_heads)
 
     def call(q, layer, keys, values, table, lens, starts, first, *tiles):
         return prefill_attention(
             q, keys, values, layer, table, lens, starts, first, None,
-            PrefillTiles(*tiles), scale=128**-0.5,
+            PrefillTiles(*tiles), scale=SCALE,
         )  # fmt: skip
 
-    others = (keys, values, table, lens, starts, first, *tiles)
-    pairs = num_rows * (num_tokens * prefix + num_tokens * (num_tokens + 1) // 2)
-    flops = 4 * num_heads * 128 * pairs
-    calls = 10 if flops > 2e11 else 60
-    seconds = seconds_a_call(call, q, *others, calls=calls, layers=LAYERS)
-    moved_bytes = 2 * q.nbytes + 2 * num_rows * (prefix + num_tokens) * 8 * 128 * 2
+    q, keys, values, table, lens, starts = arguments[:6]
+    out = jax.jit(call)(q, jnp.zeros(1, jnp.int32), *arguments[1:])
+    asked = asked_tokens(np.asarray(starts), np.asarray(lens).tolist(), 0)
+    out = np.asarray(out.astype(jnp.float32))
+    error = sampled_error(out, q, keys, values, table, asked, {"scale": SCALE})
+    pairs = sum(tokens * before + tokens * (tokens + 1) // 2 for tokens, before in rows)
+    flops = 4 * num_heads * HEAD_DIM * pairs
+    keys_and_queries = KV_HEADS * int(lens.sum()) + num_heads * len(asked)
+    moved_bytes = 2 * 2 * HEAD_DIM * keys_and_queries  # K and V; queries and results
+    seconds = seconds_a_call(call, *arguments, calls=CALLS, layers=LAYERS)
     floor = max(flops / FLOPS_PER_SECOND, moved_bytes / COPY_BYTES_PER_SECOND)
     return {
+        "ok": error < TOLERANCE and not out[len(asked) :].any(),
+        "relative_error": error,
         "microseconds": round(seconds * 1e6, 1),
         "teraflops_per_second": round(flops / seconds / 1e12, 1),
         "share_of_limit": round(floor / seconds, 3),
     }
+
+
+def prefill_arguments(rows: Rows, num_heads: int) -> tuple[jax.Array, ...]:
+    """Queries, K, V, page table, lengths, query offsets, first row, tiles; of one size each."""
+    queries, lengths = np.zeros(PADDED_ROWS, np.int32), np.zeros(PADDED_ROWS, np.int32)
+    queries[: len(rows)] = [tokens for tokens, _ in rows]
+    lengths[: len(rows)] = [tokens + before for tokens, before in rows]
+    keys, values, pages = timed_cache(1, POOL_TOKENS)
+    ids, end = np.asarray(pages[0]), 0
+    table = np.zeros((PADDED_ROWS, MAX_CONTEXT // 16), np.int32)
+    for row, count in enumerate(-(-lengths // 16)):
+        table[row, :count] = ids[end : end + count]
+        end += count
+    q = random_array(3, (PADDED_TOKENS, num_heads, HEAD_DIM), "bfloat16")
+    starts = jnp.asarray(np.append(0, queries.cumsum()), jnp.int32)
+    first, lens = jnp.zeros(1, jnp.int32), jnp.asarray(lengths)
+    tiles = prefill_tiles(
+        starts, first, lens,
+        num_tokens=PADDED_TOKENS, head_dim=HEAD_DIM, dtype=q.dtype, group=num_heads // KV_HEADS,
+    )  # fmt: skip
+    return q, keys, values, jnp.asarray(table), lens, starts, first, *tiles

@@ -14,12 +14,7 @@ from pallas_kernels.attention.mosaic_attention import (
     COMPILER_PARAMS,
     TILE_ROWS,
     TILED,
-    BlockPlan,
-    Ring,
     check_mosaic_inputs,
-    drain_ring,
-    load_blocks,
-    ring_scratch,
 )
 from pallas_kernels.attention.paged_inputs import (
     PrefillTiles,
@@ -27,23 +22,29 @@ from pallas_kernels.attention.paged_inputs import (
     max_query_tiles,
     plan_prefill_tiles,
 )
-from pallas_kernels.attention.prefill_output import write_other_tokens, write_tile
-from pallas_kernels.attention.prefill_schedule import (
-    Tile,
-    attend,
-    begin_turns,
-    end_turns,
-    skip,
-    turns_scratch,
+from pallas_kernels.attention.prefill_load import (
+    QUERY_BUFFERS,
+    Queries,
+    Ring,
+    load_all,
+    ring_scratch,
 )
-from pallas_kernels.attention.prefill_work import Refs, Work, for_each_work, span_of
+from pallas_kernels.attention.prefill_output import write_other_tokens, write_tile
+from pallas_kernels.attention.prefill_schedule import Tile, attend, begin_turns, end_turns, skip
+from pallas_kernels.attention.prefill_work import (
+    BlockPlan,
+    Refs,
+    for_each_work,
+    place_of,
+    rows_of,
+    span_of,
+    tile_heads,
+    tile_tokens,
+)
 from pallas_kernels.attention.tuning import PrefillTuningConfig, prefill_tuning
 from pallas_kernels.platform import gpu_kind
 
 ALIGNMENT = 8  # TMA reads q in tiles of 8 tokens
-# Query tiles in shared memory: the next one is fetched early. With one alone, warpgroups that take
-# turns would wait for ever: the later one's last turn needs the other's first of the next tile.
-QUERY_BUFFERS = 2
 # Registers of a thread where two warpgroups compute: they get most of what the loading one has.
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
 
@@ -109,6 +110,7 @@ def prefill_attention(
     check_paged_inputs(q, k_pages, v_pages, page_table)
     check_mosaic_inputs(q, k_pages)
     tuning = tuning or prefill_tuning(gpu_kind(), q.shape[2], q.dtype)
+    group = q.shape[1] // k_pages.shape[3]
     if tiles is None:
         tiles = prefill_tiles(
             query_start_loc,
@@ -117,12 +119,16 @@ def prefill_attention(
             num_tokens=q.shape[0],
             head_dim=q.shape[2],
             dtype=q.dtype,
+            group=group,
             is_one_position=is_one_position,
             tuning=tuning,
         )
-    _check_prefill_inputs(q, decoded, tiles, seq_lens.shape[0], tuning, scale)
+    max_tiles = max_query_tiles(
+        q.shape[0], seq_lens.shape[0], tile_tokens(tuning, group), ALIGNMENT
+    )
+    _check_prefill_inputs(q, decoded, tiles, max_tiles, scale)
     plan = BlockPlan(
-        group=q.shape[1] // k_pages.shape[3],
+        group=group,
         head_dim=q.shape[2],
         page_size=k_pages.shape[2],
         block=tuning.block_tokens,
@@ -133,6 +139,7 @@ def prefill_attention(
         dtype=q.dtype,
         p_in_smem=interpret is not None,
         is_one_position=is_one_position,
+        tile_heads=tile_heads(tuning, group),
     )
     inputs = (k_pages, v_pages, page_table, layer, *tiles)
     return _launch(plan, tuning, q, inputs, decoded, interpret)
@@ -146,10 +153,11 @@ def prefill_tiles(
     num_tokens: int,
     head_dim: int,
     dtype: DTypeLike,
+    group: int,
     is_one_position: bool = False,
     tuning: PrefillTuningConfig | None = None,
 ) -> PrefillTiles:
-    """Cut the queries into tiles; all layers of one stored head dim can share them.
+    """Cut the queries into tiles; all layers of one stored head dim and group can share them.
 
     Args:
       query_start_loc: [S + 1] int32, as for `prefill_attention`.
@@ -158,6 +166,7 @@ def prefill_tiles(
       num_tokens: T.
       head_dim: stored head dim H.
       dtype: of q.
+      group: query heads a KV head.
       is_one_position: as for `prefill_attention`.
       tuning: as for `prefill_attention`.
     """
@@ -167,13 +176,15 @@ def prefill_tiles(
         first_row,
         seq_lens,
         num_tokens=num_tokens,
-        tile_tokens=TILE_ROWS * tuning.compute_warpgroups,
+        tile_tokens=tile_tokens(tuning, group),
         alignment=ALIGNMENT,
         is_one_position=is_one_position,
     )
 
 
-def _check_prefill_inputs(q, decoded, tiles: PrefillTiles, num_rows: int, tuning, scale) -> None:
+def _check_prefill_inputs(
+    q: jax.Array, decoded: jax.Array | None, tiles: PrefillTiles, max_tiles: int, scale: float
+) -> None:
     """Refuse what only the prefill kernel cannot read."""
     if scale <= 0:
         raise ValueError(f"scale must be positive; got {scale}")
@@ -182,15 +193,32 @@ def _check_prefill_inputs(q, decoded, tiles: PrefillTiles, num_rows: int, tuning
             f"decoded must be [D, {q.shape[1]}, {q.shape[2]}] {q.dtype}; "
             f"got {decoded.shape=} {decoded.dtype}"
         )
-    tile_tokens = TILE_ROWS * tuning.compute_warpgroups
-    shape = (max_query_tiles(q.shape[0], num_rows, tile_tokens, ALIGNMENT), 5)
-    if tiles.tiles.shape != shape:
-        raise ValueError(f"tiles must be made for q: {shape}; got {tiles.tiles.shape=}")
+    if tiles.tiles.shape != (max_tiles, 5):
+        raise ValueError(f"tiles must be made for q: {(max_tiles, 5)}; got {tiles.tiles.shape=}")
 
 
-def _launch(plan: BlockPlan, tuning: PrefillTuningConfig, q: jax.Array, inputs, decoded, interpret):
+class _Shared(NamedTuple):
+    """Shared memory and barriers of a thread block, or what to allocate for them."""
+
+    ring: Ring
+    queries: Queries
+    weights: Any  # [warpgroups, 64, block] where `plan.p_in_smem`
+    staged: Any  # two views [warpgroups, 64, H] of the same memory, swizzled and plain
+    turns: Any  # barrier of the computing warpgroups, where `tuning.ping_pong`
+    copied: Any  # barriers, one for each computing warpgroup
+
+
+def _launch(
+    plan: BlockPlan,
+    tuning: PrefillTuningConfig,
+    q: jax.Array,
+    inputs: tuple[jax.Array, ...],
+    decoded: jax.Array | None,
+    interpret: Any,
+) -> jax.Array:
+    """Run the kernel in `tuning.num_programs` thread blocks, or fewer if there cannot be work."""
     num_tokens, num_heads, _ = q.shape
-    items = inputs[-2].shape[0] * num_heads
+    items = inputs[-2].shape[0] * num_heads // plan.tile_heads
     has_decoded = decoded is not None
     run = plgpu.kernel(
         functools.partial(_kernel, plan, tuning, has_decoded),
@@ -208,109 +236,76 @@ def _launch(plan: BlockPlan, tuning: PrefillTuningConfig, q: jax.Array, inputs, 
     return run(q, *inputs, *([decoded] if has_decoded else []))[0]
 
 
-class _Queries(NamedTuple):
-    """Query tiles in shared memory [buffers, warpgroups, 64, H], and who may touch them."""
-
-    tiles: Any
-    full: Any
-    free: Any
-
-
 def _kernel(plan: BlockPlan, tuning: PrefillTuningConfig, has_decoded: bool, *args: Any) -> None:
     """Allocate shared memory and barriers, then run the warpgroups."""
     refs = Refs(*(args if has_decoded else (*args[:-1], None, args[-1])))
     computing = tuning.compute_warpgroups
 
-    def run(ring, queries, weights, staged, turns, copied):
+    def run(shared: _Shared):
         @pl.when(lax.axis_index("wg") < computing)
         def _compute():
             if computing > 1:
                 plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            tile = Tile(ring, queries, weights, turns)
-            _compute_all(plan, tuning, refs, tile, tuple(staged), copied)
+            _compute_all(plan, refs, shared, computing)
 
         @pl.when(lax.axis_index("wg") == computing)
         def _load():
             if computing > 1:
                 plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-            _load_all(plan, tuning, refs, ring, queries)
+            load_all(plan, refs, shared.ring, shared.queries)
 
+    pl.run_scoped(run, _scratch(plan, tuning), collective_axes="wg")
+
+
+def _scratch(plan: BlockPlan, tuning: PrefillTuningConfig) -> _Shared:
+    """What a thread block allocates."""
+    computing = tuning.compute_warpgroups
     tile = (computing, TILE_ROWS, plan.head_dim)
-    tiles = plgpu.SMEM((QUERY_BUFFERS, *tile), plan.dtype, transforms=TILED)
+    queries = plgpu.SMEM((QUERY_BUFFERS, *tile), plan.dtype, transforms=TILED)
     per_buffer = plgpu.Barrier(num_arrivals=computing, num_barriers=QUERY_BUFFERS)
     weights = plgpu.SMEM((computing, TILE_ROWS, plan.block), plan.dtype, transforms=TILED)
     staged = (plgpu.SMEM(tile, plan.dtype, transforms=TILED), plgpu.SMEM(tile, plan.dtype))
-    pl.run_scoped(
-        run,
-        ring_scratch(plan, computing),
-        _Queries(tiles, per_buffer, per_buffer),
-        weights if plan.p_in_smem else None,
-        plgpu.RefUnion(*staged),
-        turns_scratch(tuning),
-        plgpu.Barrier(num_barriers=computing),
-        collective_axes="wg",
+    return _Shared(
+        ring=ring_scratch(plan, computing),
+        queries=Queries(queries, per_buffer, per_buffer),
+        weights=weights if plan.p_in_smem else None,
+        staged=plgpu.RefUnion(*staged),
+        turns=plgpu.Barrier(num_arrivals=2) if tuning.ping_pong else None,
+        copied=plgpu.Barrier(num_barriers=computing),
     )
 
 
-def _load_all(plan: BlockPlan, tuning, refs: Refs, ring: Ring, queries: _Queries) -> None:
-    """Fetch the queries, keys and values of all items."""
-    buffers = jnp.int32(QUERY_BUFFERS)
-
-    def load(work: Work, index, position):
-        buffer = lax.rem(index, buffers)
-        pl.when(index >= buffers)(lambda: plgpu.barrier_wait(queries.free.at[buffer]))
-        for warpgroup in range(tuning.compute_warpgroups):
-            first_token = work.first_token + warpgroup * TILE_ROWS
-            source = refs.q.at[pl.ds(first_token, TILE_ROWS), work.head]
-            target = queries.tiles.at[buffer, warpgroup]
-            plgpu.copy_gmem_to_smem(source, target, queries.full.at[buffer])
-        load_blocks(
-            plan,
-            ring,
-            (refs.k_pages, refs.v_pages, refs.page_table, refs.layer),
-            row=work.row,
-            kv_head=lax.div(work.head, jnp.int32(plan.group)),
-            first_block=work.first_block,
-            steps=work.steps,
-            keys=work.keys,
-            position=position,
-        )
-
-    mine, position = for_each_work(plan, refs, load)
-    drain_ring(plan, ring, position)
-
-    @pl.loop(jnp.maximum(mine - buffers, 0), mine)
-    def _drain(index):
-        plgpu.barrier_wait(queries.free.at[lax.rem(index, buffers)])
-
-
-def _compute_all(plan: BlockPlan, tuning, refs: Refs, tile: Tile, staged, copied) -> None:
+def _compute_all(plan: BlockPlan, refs: Refs, shared: _Shared, warpgroups: int) -> None:
     """Attend this warpgroup's 64 rows of all items; first, copy what needs no attention."""
     warpgroup = lax.axis_index("wg")
-    queries, weights = tile.queries, tile.weights
-    staged = tuple(ref.at[warpgroup] for ref in staged)
-    weights = None if weights is None else weights.at[warpgroup]
-    write_other_tokens(refs, staged[1], copied.at[warpgroup], tuning.compute_warpgroups)
-    begin_turns(tuning, tile.turns, warpgroup)
+    queries, turns = shared.queries, shared.turns
+    staged = tuple(ref.at[warpgroup] for ref in shared.staged)
+    weights = None if shared.weights is None else shared.weights.at[warpgroup]
+    write_other_tokens(refs, staged[1], shared.copied.at[warpgroup], warpgroups)
+    begin_turns(turns, warpgroup)
 
-    def compute(work: Work, index, position):
-        buffer = lax.rem(index, jnp.int32(QUERY_BUFFERS))
-        mine = tile._replace(queries=queries.tiles.at[buffer, warpgroup], weights=weights)
-        first_token = work.first_token + warpgroup * TILE_ROWS
-        first = jnp.clip(work.tokens[0] - first_token, 0, TILE_ROWS)
-        count = jnp.clip(work.tokens[1] - first_token, first, TILE_ROWS) - first
+    def compute(works, index, position, _):
+        work, buffer = works[0], lax.rem(index, jnp.int32(QUERY_BUFFERS))
+        tile = Tile(
+            ring=shared.ring,
+            queries=queries.tiles.at[buffer, warpgroup],
+            queries_free=queries.free.at[buffer],
+            weights=weights,
+            turns=turns,
+        )
+        first_token, head = place_of(plan, work, warpgroup)
+        first, count = rows_of(work, first_token)
         plgpu.barrier_wait(queries.full.at[buffer])
 
         @pl.when(count > 0)
         def _attend():
-            acc, total = attend(plan, mine, span_of(plan, work, warpgroup), position)
+            acc, total = attend(plan, tile, span_of(plan, work, first_token), position)
             acc = acc * lax.broadcast_in_dim(1 / jnp.maximum(total, 1e-30), acc.shape, [0])
-            out = refs.out.at[:, work.head]
+            out = refs.out.at[:, head]
             write_tile(acc.astype(plan.dtype), staged, out, first_token, first, count)
 
-        pl.when(count == 0)(lambda: skip(plan, mine, work.steps, position))
-        plgpu.barrier_arrive(queries.free.at[buffer])
+        pl.when(count == 0)(lambda: skip(plan, tile, work.steps, position))
 
     for_each_work(plan, refs, compute)
-    end_turns(tuning, tile.turns, warpgroup)
+    end_turns(turns, warpgroup)
     plgpu.wait_smem_to_gmem(0)

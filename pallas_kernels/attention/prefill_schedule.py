@@ -1,7 +1,8 @@
 """The online softmax of one query tile in the prefill kernel.
 
 A block's logits, softmax and values follow each other. Two warpgroups can take turns: one
-multiplies while the other takes its softmax.
+multiplies while the other takes its softmax. A turn is the values of one block and the logits of
+the next, and ends with the tile: the other warpgroup does not wait for this one's output.
 
 Source: Shah et al. 2024 (FlashAttention-3).
 """
@@ -18,19 +19,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mosaic_attention import (
     LOG2_E,
+    LOWEST,
     MASKED,
     TILE_ROWS,
-    BlockPlan,
-    Ring,
-    Sums,
-    add_values,
-    empty_sums,
     to_log2,
     zero_values_outside,
 )
-from pallas_kernels.attention.prefill_work import Span
-from pallas_kernels.attention.tuning import PrefillTuningConfig
+from pallas_kernels.attention.prefill_load import Ring
+from pallas_kernels.attention.prefill_work import BlockPlan, Span
 
+# (weighted values [64, H], highest logit [64], sum of weights [64]), all float32
+Sums = tuple[jax.Array, jax.Array, jax.Array]
 Visible = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -39,24 +38,22 @@ class Tile(NamedTuple):
 
     ring: Ring
     queries: Any  # [64, H] in shared memory
+    queries_free: Any  # barrier
     weights: Any  # [64, block] in shared memory where `plan.p_in_smem`
     turns: Any  # barrier of the turns, or None
 
 
-def turns_scratch(tuning: PrefillTuningConfig) -> Any:
-    """The barrier by which two computing warpgroups take turns, if they do."""
-    return plgpu.Barrier(num_arrivals=2) if tuning.ping_pong else None
-
-
-def begin_turns(tuning: PrefillTuningConfig, turns: Any, warpgroup: jax.Array) -> None:
+def begin_turns(turns: Any, warpgroup: jax.Array) -> None:
     """Put warpgroup 1 half a block behind warpgroup 0; once, before the first tile."""
-    if tuning.ping_pong:
+    if turns is not None:
         pl.when(warpgroup == 1)(lambda: _meet(turns))
+        plgpu.barrier_arrive(turns)  # as at the end of a tile
 
 
-def end_turns(tuning: PrefillTuningConfig, turns: Any, warpgroup: jax.Array) -> None:
+def end_turns(turns: Any, warpgroup: jax.Array) -> None:
     """Let warpgroup 1 catch up; once, after the last tile."""
-    if tuning.ping_pong:
+    if turns is not None:
+        plgpu.barrier_wait(turns)
         pl.when(warpgroup == 0)(lambda: _meet(turns))
 
 
@@ -76,37 +73,37 @@ def attend(
     """
     ring, turns = tile.ring, tile.turns
 
-    def attend_block(is_edge: bool, step, sums):
+    def attend_block(width: int, is_edge: bool, step, sums):
         acc, highest, total = sums
         slot = _slot(plan, position + step)
+        keys, values = (tiles.at[slot, pl.ds(0, width)] for tiles in (ring.k, ring.v))
         plgpu.barrier_wait(ring.k_full.at[slot])
 
         def multiply_keys(product):
-            plgpu.wgmma(product, tile.queries, ring.k.at[slot].transpose((1, 0)))
-            if turns is not None:
-                _meet(turns)  # the other one has its softmax behind it
+            plgpu.wgmma(product, tile.queries, keys.transpose((1, 0)))
+            _begin_softmax(turns, step)
             return product[...]
 
-        products = pl.run_scoped(multiply_keys, _logits_ref(plan))
+        products = pl.run_scoped(multiply_keys, _logits_ref(width))
         plgpu.barrier_arrive(ring.k_free.at[slot])
+        plgpu.barrier_arrive(tile.queries_free, predicate=step + 1 == span.steps)
         visible = _visible(plan, span, step) if is_edge else None
         highest, total, p, shrink = _softmax(plan, products, highest, total, visible)
         p = p.astype(plan.dtype)
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-        if turns is not None:
-            # The softmax must not sink below the barrier.
-            acc, highest, total, p = lax.optimization_barrier((acc, highest, total, p))
-            plgpu.barrier_arrive(turns)
+        acc, highest, total, p = _end_softmax(turns, (acc, highest, total, p))
         plgpu.barrier_wait(ring.v_full.at[slot])
         if is_edge:
-            zero_values_outside(ring.v.at[slot], *_columns(plan, span, step))
+            zero_values_outside(values, *_columns(plan, span, step))
         if turns is not None:
             plgpu.barrier_wait(turns)  # the other one has issued its products
-        acc = add_values(plan, acc, p, tile.weights, ring.v.at[slot])
+        weights = None if tile.weights is None else tile.weights.at[:, pl.ds(0, width)]
+        acc = _add_values(plan, acc, p, weights, values)
         plgpu.barrier_arrive(ring.v_free.at[slot])
         return acc, highest, total
 
-    acc, _, total = _for_each_block(plan, span, attend_block, empty_sums(plan))
+    acc, _, total = _for_each_block(plan, span, attend_block, _empty_sums(plan))
+    _end_turn(turns)
     return acc, total
 
 
@@ -120,19 +117,63 @@ def skip(plan: BlockPlan, tile: Tile, steps: jax.Array, position: jax.Array) -> 
         plgpu.barrier_wait(ring.k_full.at[slot])
         plgpu.barrier_arrive(ring.k_free.at[slot])
         if tile.turns is not None:
-            _meet(tile.turns)
+            _begin_softmax(tile.turns, step)
             _meet(tile.turns)
         plgpu.barrier_wait(ring.v_full.at[slot])
         plgpu.barrier_arrive(ring.v_free.at[slot])
 
+    plgpu.barrier_arrive(tile.queries_free)
+    _end_turn(tile.turns)
 
-def _for_each_block(plan: BlockPlan, span: Span, attend_block, sums: Sums) -> Sums:
-    """Run `attend_block(is_edge, step, sums)` for the blocks `[0, span.steps)`."""
-    edge = functools.partial(attend_block, True)
+
+def _begin_softmax(turns: Any, step: jax.Array) -> None:
+    """Let the other warpgroup multiply its values, and wait until its softmax is behind it.
+
+    At a tile's first block it was let by `_end_turn` of the tile before.
+    """
+    if turns is not None:
+        plgpu.barrier_arrive(turns, predicate=step > 0)
+        plgpu.barrier_wait(turns)
+
+
+def _end_softmax(turns: Any, values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Let the other warpgroup take its softmax, once `values` are computed."""
+    if turns is not None:
+        values = lax.optimization_barrier(values)  # they must not sink below the arrival
+        plgpu.barrier_arrive(turns)
+    return values
+
+
+def _end_turn(turns: Any) -> None:
+    """Let the other warpgroup multiply after this one's last block of a tile."""
+    if turns is not None:
+        plgpu.barrier_arrive(turns)
+
+
+def _for_each_block(
+    plan: BlockPlan, span: Span, attend_block: Callable[..., Sums], sums: Sums
+) -> Sums:
+    """Run `sums = attend_block(width, is_edge, step, sums)` for the blocks `[0, span.steps)`."""
+    edge = functools.partial(attend_block, plan.block, True)
+    inner = functools.partial(attend_block, plan.block, False)
     if plan.window is not None:
         sums = lax.fori_loop(0, span.inner, edge, sums)
-    sums = lax.fori_loop(span.inner, span.outer, functools.partial(attend_block, False), sums)
-    return lax.fori_loop(span.outer, span.steps, edge, sums)
+    sums = lax.fori_loop(span.inner, span.outer, inner, sums)
+    sums = lax.fori_loop(span.outer, span.halves, edge, sums)
+    if not plan.halves_blocks:
+        return sums
+    half = functools.partial(attend_block, TILE_ROWS, True)
+    return lax.fori_loop(span.halves, span.steps, half, sums)
+
+
+def _empty_sums(plan: BlockPlan) -> Sums:
+    """The sums before the first block."""
+    shape, by_row = (TILE_ROWS, plan.head_dim), plgpu.Layout.WGMMA.reduce(1)
+    return (
+        plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.float32), by_row),
+    )
 
 
 def _softmax(
@@ -162,6 +203,23 @@ def _softmax(
     return new_highest, total * shrink + p.sum(axis=1), p, shrink
 
 
+def _add_values(plan: BlockPlan, acc: jax.Array, p: jax.Array, weights: Any, values: Any) -> Any:
+    """Compute acc + p @ values."""
+    if not plan.p_in_smem:
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, p, values))(
+            plgpu.WGMMAAccumulatorRef.init(acc)
+        )
+
+    def multiply_values(product):
+        weights[...] = p
+        plgpu.commit_smem()
+        plgpu.wgmma(product, weights, values)
+        return product[...]
+
+    shape = (TILE_ROWS, plan.head_dim)
+    return acc + pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
 def _visible(plan: BlockPlan, span: Span, step: jax.Array) -> Visible:
     """Which pairs (query row, key column) of a block count."""
     shift = span.base - (span.first_block + step) * plan.block
@@ -181,8 +239,8 @@ def _columns(plan: BlockPlan, span: Span, step: jax.Array) -> tuple[jax.Array, j
     return span.keys[0] - offset, span.keys[1] - offset
 
 
-def _logits_ref(plan: BlockPlan) -> Any:
-    return plgpu.WGMMAAccumulatorRef((TILE_ROWS, plan.block), jnp.float32)
+def _logits_ref(width: int) -> Any:
+    return plgpu.WGMMAAccumulatorRef((TILE_ROWS, width), jnp.float32)
 
 
 def _slot(plan: BlockPlan, position: jax.Array) -> jax.Array:

@@ -35,12 +35,12 @@ class PrefillTuningConfig:
     Attributes:
       block_tokens: keys a tile, a multiple of 64.
       num_stages: K tiles (and as many V tiles) in flight.
-      compute_warpgroups: 1 or 2, of 64 queries each, that share the K and V tiles.
+      compute_warpgroups: 1 or 2, of 64 queries of one head each, that share the K and V tiles.
       ping_pong: two computing warpgroups take turns at the tensor cores.
       num_programs: thread blocks that share the query tiles; one fits a multiprocessor.
 
     Raises:
-      ValueError: not 1 or 2 computing warpgroups, or ping_pong without two.
+      ValueError: not 1 or 2 computing warpgroups, or turns with one alone.
     """
 
     block_tokens: int

@@ -1,12 +1,15 @@
 """The Mosaic GPU prefill kernel: interpreted, lowered for CUDA, and (mark gpu) run."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.decode_as_prefill import decode_attention
 from pallas_kernels.attention.paged_inputs import PrefillTiles
 from pallas_kernels.attention.prefill_attention import prefill_attention, prefill_tiles
 from pallas_kernels.attention.tuning import PrefillTuningConfig, prefill_tuning
@@ -18,7 +21,7 @@ from tests.pallas_kernels.paged_cases import (
 )
 
 INTERPRETED = [
-    PagedCase((1, 100, 29), (40, 170, 29), heads=(2, 1, 128), padding=6, first_row=1),
+    PagedCase((1, 100, 29), (40, 170, 29), heads=(4, 2, 128), padding=6, first_row=1),
     PagedCase((70, 0, 3), (270, 0, 3), heads=(3, 1, 64), page_size=64, window=40, cap=5.0),
     PagedCase((70, 9), (70, 139), heads=(2, 2, 256), page_size=128, dtype="float16"),
 ]
@@ -27,14 +30,22 @@ SCHEDULES = [
     {"ping_pong": False},
     {"ping_pong": True},
 ]
-# (N, K, H), page size, options
+# Alone, the long row's first token is content with half of the last block; its tile is not.
+INVARIANT = [
+    PagedCase((9, 91), (93, 241), heads=(2, 1, 64)),  # two heads a tile
+    PagedCase((91, 9), (241, 139), heads=(3, 1, 64), page_size=64, window=130, cap=5.0),
+]
+# T, (N, K, H), page size, options, changed fields
 LOWERED = [
-    ((32, 8, 128), 16, {}),
-    ((16, 8, 128), 64, {"sliding_window": 512}),
-    ((32, 32, 64), 128, {"soft_cap": 30.0}),
-    ((9, 3, 64), 16, {}),
-    ((8, 1, 256), 64, {"sliding_window": 100, "soft_cap": 50.0}),
-    ((16, 8, 256), 128, {}),
+    (512, (32, 8, 128), 16, {}, {}),
+    (12, (32, 8, 128), 16, {}, {}),
+    (512, (16, 8, 128), 64, {"sliding_window": 512}, {"ping_pong": False}),
+    (512, (8, 8, 128), 32, {"is_one_position": True}, {}),
+    (512, (32, 32, 64), 128, {"soft_cap": 30.0}, {}),
+    (12, (9, 3, 64), 16, {}, {}),
+    (512, (9, 3, 64), 32, {"sliding_window": 100}, {}),
+    (12, (8, 1, 256), 64, {"sliding_window": 100, "soft_cap": 50.0}, {}),
+    (512, (16, 8, 256), 128, {}, {}),
 ]
 ON_GPU = [
     PagedCase((1, 300, 29, 64), (40, 470, 29, 64), heads=(8, 2, 128), padding=6, first_row=1),
@@ -67,6 +78,32 @@ def interpret(case: PagedCase, inputs: PagedInputs, tuning: PrefillTuningConfig,
     )
 
 
+def cut(inputs: PagedInputs, row: int, first: int, end: int) -> PagedInputs:
+    """The queries `[first, end)` of a row, and no others."""
+    start, stop = (int(inputs.query_start_loc[index]) for index in (row, row + 1))
+    return inputs._replace(
+        q=inputs.q[start + first : start + end],
+        page_table=inputs.page_table[row : row + 1],
+        seq_lens=inputs.seq_lens[row : row + 1] - (stop - start - end),
+        query_start_loc=jnp.array([0, end - first], jnp.int32),
+    )
+
+
+def assert_bits_do_not_depend_on_neighbours(case: PagedCase, how: dict[str, Any]) -> None:
+    """Of the longest row's tokens within the batch, alone and in another chunk; all by decode."""
+    inputs, starts = make_inputs(case), np.cumsum((0, *case.num_queries))
+    got = prefill_attention(*inputs, jnp.array([0]), **how, **case.options)
+    assert_matches_reference(got, case, inputs)
+    count, row = max((count, row) for row, count in enumerate(case.num_queries))
+    for first, end in ((0, 1), (count // 2, count // 2 + 1), (count // 4, count)):
+        part = cut(inputs, row, first, end)
+        alone = prefill_attention(*part, jnp.array([0]), **how, **case.options)
+        assert (alone == got[starts[row] + first : starts[row] + end]).all()
+    newest = inputs._replace(q=inputs.q[starts[1:] - 1])
+    decoded = decode_attention(*newest[:6], **how, **case.options)
+    assert (decoded == got[starts[1:] - 1]).all()
+
+
 @WITH_NAN
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_kernel_matches_the_reference(case):
@@ -86,7 +123,7 @@ def test_a_batch_of_decode_rows_alone_passes_through():
 @WITH_NAN
 @pytest.mark.parametrize("changes", SCHEDULES)
 def test_every_schedule_matches_and_results_of_decode_rows_pass_through(changes):
-    case = PagedCase((1, 66, 1), (4, 66, 5), padding=3, heads=(2, 1, 64), first_row=1)
+    case = PagedCase((1, 66, 1), (4, 66, 5), heads=(2, 1, 64), page_size=32, padding=3, first_row=1)
     inputs, tuning = make_inputs(case), tuning_of(case, block_tokens=64, num_stages=2, **changes)
     decoded = jnp.full((3, 2, 64), 7, jnp.bfloat16)
     first_row = jnp.array([case.first_row])
@@ -97,6 +134,7 @@ def test_every_schedule_matches_and_results_of_decode_rows_pass_through(changes)
         num_tokens=inputs.q.shape[0],
         head_dim=64,
         dtype=inputs.q.dtype,
+        group=2,
         tuning=tuning,
     )
     got = interpret(case, inputs, tuning, decoded, tiles)
@@ -104,14 +142,21 @@ def test_every_schedule_matches_and_results_of_decode_rows_pass_through(changes)
     assert_matches_reference(got.at[0].set(0), case, inputs)
 
 
-@pytest.mark.parametrize(("heads", "page_size", "options"), LOWERED)
-@pytest.mark.parametrize("num_tokens", [12, 512])
-def test_kernel_lowers_for_cuda(heads, page_size, options, num_tokens):
+@WITH_NAN
+@pytest.mark.parametrize("case", INVARIANT)
+def test_bits_of_a_token_do_not_depend_on_its_neighbours(case):
+    how = {"interpret": plgpu.InterpretGPUParams(), "tuning": tuning_of(case)}
+    assert_bits_do_not_depend_on_neighbours(case, how)
+
+
+@pytest.mark.parametrize(("num_tokens", "heads", "page_size", "options", "changes"), LOWERED)
+def test_kernel_lowers_for_cuda(num_tokens, heads, page_size, options, changes):
     num_heads, num_kv_heads, head_dim = heads
     q = jnp.zeros((num_tokens, num_heads, head_dim), jnp.bfloat16)
     pages = jnp.zeros((1, 4, page_size, num_kv_heads, head_dim), jnp.bfloat16)
     ints = [jnp.zeros(n, jnp.int32) for n in (1, (4, 4096 // page_size), 4, 5, 1)]
-    run = jax.jit(lambda *args: prefill_attention(*args, scale=0.1, **options))
+    tuning = dataclasses.replace(prefill_tuning(None, head_dim, q.dtype), **changes)
+    run = jax.jit(lambda *args: prefill_attention(*args, scale=0.1, tuning=tuning, **options))
     lowered = run.trace(q, pages, pages, *ints, q[:4]).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
@@ -147,3 +192,9 @@ def test_kernel_on_a_gpu_matches_the_reference(case):
     inputs = make_inputs(case)
     got = prefill_attention(*inputs, jnp.array([case.first_row]), **case.options)
     assert_matches_reference(got, case, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*INVARIANT, *ON_GPU[2:]])
+def test_on_a_gpu_bits_of_a_token_do_not_depend_on_its_neighbours(case):
+    assert_bits_do_not_depend_on_neighbours(case, {})
