@@ -30,6 +30,8 @@ from jaxserve.execution.engine_plan import (
 )
 from jaxserve.execution.host_pages import HostPages, check_host_memory
 from jaxserve.execution.limits import Limits
+from jaxserve.execution.lowering_job import make_job
+from jaxserve.execution.lowering_pool import LoweringPool, open_lowering_pool
 from jaxserve.execution.memory_plan import DeviceMemory, MemoryBill, RememberedPlan
 from jaxserve.execution.model_runner import ModelRunner
 from jaxserve.execution.model_setup import ModelSetup
@@ -164,20 +166,21 @@ class _EngineBuilder:
     def build(self, opened: OpenedModel, *, is_offline: bool) -> BuiltEngine:
         path, source = opened.path, opened.source
         setup, cache_dir = set_up(self.config, opened, is_offline=is_offline)
-        leaves = self._timed("load", lambda: _load(setup, source, path, self.progress))
-        memory = DeviceMemory.of_devices(setup.sharder.mesh.local_devices)
-        plan = self._timed("plan", lambda: plan_engine(setup, memory, cache_dir))
         store = open_program_store(setup, cache_dir)
+        with open_lowering_pool(setup, store) as pool:
+            leaves = self._timed("load", lambda: _load(setup, source, path, self.progress))
+            memory = DeviceMemory.of_devices(setup.sharder.mesh.local_devices)
+            plan = self._timed("plan", lambda: plan_engine(setup, memory, cache_dir))
 
-        def compile_and_assemble() -> tuple[EnginePlan, Engine]:
-            settled, made = self._compile(setup, plan, memory, cache_dir, store)
-            return settled, self._assemble(setup, settled, *made, leaves, path)
+            def compile_and_assemble() -> tuple[EnginePlan, Engine]:
+                settled, made = self._compile(setup, plan, memory, cache_dir, store, pool)
+                return settled, self._assemble(setup, settled, *made, leaves, path)
 
-        try:
-            settled, engine = self._timed("compile", compile_and_assemble)
-        except Exception:
-            write_all()  # no engine will be idle
-            raise
+            try:
+                settled, engine = self._timed("compile", compile_and_assemble)
+            except Exception:
+                write_all()  # no engine will be idle
+                raise
         if store is not None:
             store.write_while_idle(engine)
         logger.info("%s", settled.bill)
@@ -208,9 +211,10 @@ class _EngineBuilder:
         memory: DeviceMemory | None,
         cache_dir: Path,
         store: LateProgramStore | None,
+        pool: LoweringPool | None,
     ) -> tuple[EnginePlan, tuple[BatchBuilder, ProgramTable]]:
         """Compile for a plan; and again for fewer pages, where its estimate was too low."""
-        made = self._compile_once(setup, plan, store)
+        made = self._compile_once(setup, plan, store, pool)
         step_bytes = made[1].temporary_bytes()
         if not plan.is_estimated or not step_bytes:  # or the programs do not tell
             return plan, made
@@ -223,17 +227,26 @@ class _EngineBuilder:
             )
             if store is not None:
                 store.forget()  # no start comes back to these page counts
-            made = self._compile_once(setup, settled, store)
+            made = self._compile_once(setup, settled, store, pool)
         return settled, made
 
     def _compile_once(
-        self, setup: ModelSetup, plan: EnginePlan, store: ProgramStore | None
+        self,
+        setup: ModelSetup,
+        plan: EnginePlan,
+        store: ProgramStore | None,
+        pool: LoweringPool | None,
     ) -> tuple[BatchBuilder, ProgramTable]:
-        batch_builder, programs = make_programs(setup, plan.limits, plan.buckets, plan.num_pages)
+        what = (setup, plan.limits, plan.buckets, plan.num_pages)
+        batch_builder, programs = make_programs(*what)
+        lower_elsewhere = None
+        if pool is not None:
+            lower_elsewhere = functools.partial(pool.lower, make_job(*what))
         programs.compile_all(
             num_threads=min(MAX_COMPILE_THREADS, os.cpu_count() or 1),
             progress=lambda done, total: self.progress("compile", done, total),
             store=store,
+            lower_elsewhere=lower_elsewhere,
         )
         return batch_builder, programs
 

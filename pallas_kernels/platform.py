@@ -1,6 +1,7 @@
 """Which version of the kernels a device can run; asked once, at construction."""
 
 import logging
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jax
@@ -59,8 +60,40 @@ def _unfit_device(backend: str, wanted: str, capability: str | None) -> ValueErr
     )
 
 
+@dataclass(frozen=True)
+class AssumedGpu:
+    """An NVIDIA GPU that this process lacks, and lowers programs for.
+
+    Attributes:
+      kind: as "NVIDIA H200".
+      capability: as "9.0".
+    """
+
+    kind: str
+    capability: str
+
+
+_assumed: AssumedGpu | None = None
+
+
+def assume_gpu(gpu: AssumedGpu | None) -> None:
+    """From now on, answer as if this were the default device; None = answer for the true one.
+
+    For a process that only lowers programs, which another one runs.
+    """
+    global _assumed
+    _assumed = gpu
+
+
+def default_backend() -> str:
+    """The platform that programs are lowered for, "cpu" or "gpu": JAX's, or the assumed one."""
+    return jax.default_backend() if _assumed is None else "gpu"
+
+
 def gpu_capability() -> str | None:
     """Compute capability of the default device, as "9.0"; None where it is no NVIDIA GPU."""
+    if _assumed is not None:
+        return _assumed.capability
     if jax.default_backend() != "gpu":
         return None
     return getattr(jax.devices()[0], "compute_capability", None)
@@ -68,4 +101,6 @@ def gpu_capability() -> str | None:
 
 def gpu_kind() -> str | None:
     """Name of the default device, as "NVIDIA H200"; None where it is no GPU."""
+    if _assumed is not None:
+        return _assumed.kind
     return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None

@@ -19,7 +19,11 @@ from models.products import MAX_SKINNY_BYTES
 from models.registry import model_class
 from models.sharding import MESH_AXES, Sharder, device_bytes, make_mesh, share_kv_heads
 from models.weight_layout import Stack, WeightLayout
-from pallas_kernels.platform import AttentionBackend, choose_attention_backend
+from pallas_kernels.platform import (
+    AttentionBackend,
+    choose_attention_backend,
+    default_backend,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +90,7 @@ class ModelSetup:
         Raises:
           EngineConfigError: the settings do not fit the model or the devices.
         """
-        is_gpu = for_absent_gpu or jax.default_backend() == "gpu"
+        is_gpu = for_absent_gpu or default_backend() == "gpu"
         dtype = _choose_dtype(config.dtype, model.dtype, is_gpu)
         try:
             sharder = Sharder(_make_mesh(config.tensor_parallel_size, for_absent_gpu))
@@ -195,7 +199,7 @@ def _choose_kernels(
                 f"got the {backend} backend on {jax.devices()[0].device_kind}"
             )
         return invariant_kernels()
-    return model_kernels(backend, jax.default_backend(), sharder.mesh)
+    return model_kernels(backend, default_backend(), sharder.mesh)
 
 
 def _choose_stack(
@@ -209,7 +213,7 @@ def _choose_stack(
     """
     if config.stacked_weights is not None:
         return cast(Stack, config.stacked_weights)
-    if jax.default_backend() != "gpu":
+    if default_backend() != "gpu":
         return "none"
     largest = max(2 * model.intermediate_size, model.qkv_size) * model.hidden_size
     is_small = largest * jnp.dtype(dtype).itemsize <= MAX_SKINNY_BYTES

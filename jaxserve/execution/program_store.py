@@ -82,6 +82,11 @@ class ProgramStore:
         _delete_old(folder, NUM_KEPT_FOLDERS)
         _delete_old(self._folder, NUM_KEPT_PROGRAMS)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no program of any plan is kept for this model."""
+        return not any(self._folder.glob("*.program"))
+
     def read(self, description: str) -> Compiled | None:
         """The program of that description, loaded onto the devices; None if it is missing."""
         path = self._path(description)

@@ -3,10 +3,11 @@
 import contextlib
 import enum
 import functools
+import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -26,8 +27,10 @@ from jaxserve.execution.page_functions import (
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.sample_mode import SampleMode
 from jaxserve.execution.step_functions import StepFunctions
+from jaxserve.execution.step_program import StepProgram
 from models.kv_cache import KVCache
 from models.sharding import Sharder
+from pallas_kernels.platform import default_backend
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ COMPILER_OPTIONS: dict[ProgramClass, Options] = {
 
 _STEP_KINDS = ("forward", "sample", "decode")
 ProgramKey = tuple[str, Bucket | PageChunk | int | None, SampleMode | None]
+LowerElsewhere = Callable[[Sequence[ProgramKey]], Iterator[tuple[ProgramKey, bytes | None]]]
+"""Begins to lower step programs in other processes; None = one is left (`LoweringPool.lower`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +160,15 @@ class ProgramTable:
         num_threads: int,
         progress: Callable[[int, int], None] | None = None,
         store: ProgramStore | None = None,
+        lower_elsewhere: LowerElsewhere | None = None,
     ) -> None:
         """Load or compile what is missing, in parallel.
 
         Args:
-          num_threads: programs at a time; lowering is done one at a time, under the GIL.
+          num_threads: programs compiled at a time.
           progress: called with (done, total).
           store: keeps programs for later starts; None = each is lowered and compiled.
+          lower_elsewhere: lowers in other processes; None = here, one at a time, under the GIL.
         """
         start, counter = time.monotonic(), CompilationCounter()
         keys = [key for key in self.keys() if key not in self._programs]
@@ -178,12 +185,13 @@ class ProgramTable:
         try:
             only_store = contextlib.nullcontext() if store is None else store.without_xla_cache()
             threads = ThreadPoolExecutor(num_threads, thread_name_prefix="compile")
-            with only_store, threads as pool:
+            with only_store, _no_collections(), threads as pool:
                 if store is not None:
                     take([pool.submit(self._load, key, store) for key in keys])
                 missing = [key for key in keys if key not in self._programs]
                 # Lowering in threads is slower: it holds the GIL. Compilation goes on meanwhile.
-                take([pool.submit(self._compile, k, self._lower(k), store) for k in missing])
+                lowered = self._lower_all(missing, lower_elsewhere)
+                take([pool.submit(self._compile, *program, store) for program in lowered])
         finally:
             threading.stack_size(previous)
         logger.info(
@@ -226,65 +234,110 @@ class ProgramTable:
     def _shapes_text(self) -> str:
         return repr(self._shapes)
 
+    def _lower_all(
+        self, keys: Sequence[ProgramKey], lower_elsewhere: LowerElsewhere | None
+    ) -> Iterator[tuple[ProgramKey, jax.stages.Lowered]]:
+        """Each program as soon as it is lowered."""
+        if lower_elsewhere is None:
+            yield from ((key, self._lower(key)) for key in keys)
+            return
+        steps = [key for key in keys if key[0] in _STEP_KINDS]
+        carried, num_carried = lower_elsewhere(steps), 0
+        yield from ((key, self._lower(key)) for key in keys if key[0] not in _STEP_KINDS)
+        for key, program in carried:
+            num_carried += program is not None
+            yield key, self._lower(key) if program is None else self._take(key, program)
+        logger.debug("%d of %d programs were lowered elsewhere", num_carried, len(keys))
+
+    def _take(self, key: ProgramKey, program: bytes) -> jax.stages.Lowered:
+        """What another process has lowered, unless it does not fit."""
+        try:
+            return self.step_program(key).trace_exported(program).lower()
+        except Exception as error:  # of reading it: anything
+            logger.warning("%s %s %s was lowered in vain elsewhere: %s", *key, error)
+            return self._lower(key)
+
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        kind, shape, mode = key
-        if isinstance(shape, Bucket):
-            return self._lower_forward(shape, mode)
+        kind, shape, _ = key
+        if kind in _STEP_KINDS:
+            return self.step_program(key).trace().lower()
         if isinstance(shape, PageChunk):
             lower = lower_offload if kind == "offload" else lower_fetch
             group = self._shapes.cache.groups[shape.group]
             return lower(group, shape.num_pages, self._sharder)
-        if shape is not None and mode is not None:
-            return self._lower_sample(shape, mode)
         if kind == "copy_pages":
             return lower_copy(self._shapes.cache, self._sharder)
         assert kind == "admit", key
         return self._lower_admit()
 
-    def _lower_forward(self, bucket: Bucket, mode: SampleMode | None) -> jax.stages.Lowered:
+    def step_program(self, key: ProgramKey) -> StepProgram:
+        """What a program of "forward", "sample" or "decode" is lowered from."""
+        _, shape, mode = key
+        if isinstance(shape, Bucket):
+            return self._forward_program(shape, mode)
+        assert isinstance(shape, int) and mode is not None, key
+        return self._sample_program(shape, mode)
+
+    def _forward_program(self, bucket: Bucket, mode: SampleMode | None) -> StepProgram:
         """The forward pass, or with a mode its fusion with the sampler."""
         layout, shapes = self._builder.layout(bucket), self._shapes
-        carried = (self._shardings(shapes.cache), self._shardings(shapes.state))
         if mode is None:
             num_outputs = self._buckets.max_num_rows
             function = functools.partial(self._functions.forward, layout, num_outputs)
-            out_shardings = (self._whole(2), self._whole(1), *carried)
+            new_shardings = (self._whole(2), self._whole(1))
         else:
             function = functools.partial(self._functions.decode, layout, mode)
-            out_shardings = (self._whole(2), *carried)
-        jitted = jax.jit(function, donate_argnums=(1, 2), out_shardings=out_shardings)
+            new_shardings = (self._whole(2),)
         packed = self._sharder.replicated((layout.size,), "int32")
-        return jitted.lower(shapes.leaves, shapes.cache, shapes.state, packed)
+        return StepProgram(
+            name="forward" if mode is None else "decode",
+            function=function,
+            arguments=(shapes.leaves, shapes.cache, shapes.state, packed),
+            donated=(1, 2),
+            new_shardings=new_shardings,
+        )
 
-    def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
+    def _sample_program(self, num_rows: int, mode: SampleMode) -> StepProgram:
         shapes, sharder = self._shapes, self._sharder
-        function = functools.partial(self._functions.sample, mode, num_rows)
-        shardings = (self._whole(2), self._shardings(shapes.state))
-        jitted = jax.jit(function, donate_argnums=(3,), out_shardings=shardings)
         head = shapes.leaves[self._functions.weights.head_index]
         num_outputs = self._buckets.max_num_rows
         hidden = sharder.replicated((num_outputs, shapes.hidden_size), shapes.hidden_dtype)
         slot_ids = sharder.replicated((num_outputs,), "int32")
-        return jitted.lower(head, hidden, slot_ids, shapes.state)
+        return StepProgram(
+            name="sample",
+            function=functools.partial(self._functions.sample, mode, num_rows),
+            arguments=(head, hidden, slot_ids, shapes.state),
+            donated=(3,),
+            new_shardings=(self._whole(2),),
+        )
 
     def _lower_admit(self) -> jax.stages.Lowered:
         layout = self._builder.admission_layout
         function = functools.partial(self._functions.admit, layout)
         state = self._shapes.state
-        jitted = jax.jit(function, donate_argnums=(0,), out_shardings=self._shardings(state))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        jitted = jax.jit(function, donate_argnums=(0,), out_shardings=shardings)
         return jitted.lower(state, self._sharder.replicated((layout.size,), "int32"))
 
     def _whole(self, num_axes: int) -> jax.sharding.Sharding:
         """Every device holds the array: one copy is read, and the next program expects it."""
         return self._sharder.sharding((1,) * num_axes, (None,) * num_axes)
 
-    @staticmethod
-    def _shardings(tree):
-        return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without the collector of cycles, which walks in vain over all that lowering keeps: 5 %."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _class_of(shape: Bucket | PageChunk | int | None) -> ProgramClass:
-    if jax.default_backend() != "gpu":
+    if default_backend() != "gpu":
         return ProgramClass.ON_CPU
     if isinstance(shape, Bucket) and shape.is_decode_only and shape.num_rows <= MAX_FEW_ROWS:
         return ProgramClass.FEW_ROWS

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.paged_inputs import check_paged_inputs, mask_queries, plan_query_tiles
+from pallas_kernels.platform import default_backend
 
 BLOCK_TOKENS = 128  # keys a step of the loop; 100 keys of a small model cost one step
 TILE_TOKENS = 64  # queries a tile of prefill
@@ -180,7 +181,7 @@ class _Spans(NamedTuple):
 
 def _is_cpu() -> bool:
     """Whether a step of a loop costs its own work only; on a GPU it also costs launches."""
-    return jax.default_backend() == "cpu"
+    return default_backend() == "cpu"
 
 
 def _tile_spans(

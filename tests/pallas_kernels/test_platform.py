@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from pallas_kernels import platform
-from pallas_kernels.platform import choose_attention_backend
+from pallas_kernels.platform import AssumedGpu, assume_gpu, choose_attention_backend
 
 
 @pytest.fixture
@@ -81,3 +81,14 @@ def test_a_cpu_has_no_capability():
         pytest.skip("the default device is no CPU")
     assert platform.gpu_capability() is None
     assert platform.gpu_kind() is None
+
+
+def test_an_assumed_gpu_stands_for_the_device_until_it_is_given_up():
+    assert platform.default_backend() == "cpu" and platform.gpu_kind() is None
+    assume_gpu(AssumedGpu("NVIDIA H200", "9.0"))
+    try:
+        assert platform.default_backend() == "gpu" and platform.gpu_kind() == "NVIDIA H200"
+        assert choose_attention_backend() == "mosaic"
+    finally:
+        assume_gpu(None)
+    assert platform.default_backend() == "cpu" and choose_attention_backend() == "xla"
