@@ -24,7 +24,6 @@ ROUNDS = 4  # turns over all layers in one timed loop
 SHAPES = {
     "8b qkv": (4096, 6144, False),
     "8b o": (4096, 4096, False),
-    "8b down": (14336, 4096, False),
     "0.6b qkv": (1024, 4096, False),
     "0.6b o": (2048, 1024, False),
     "0.6b gate up": (1024, 6144, False),
@@ -44,14 +43,10 @@ CHECKS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "uneven shares": ("8b qkv", (8,), {"num_processors": 107}),
 }
 TIMED = [name for name in SHAPES if name != "0.6b head"]
-# Thread blocks that fetch x together, and names of the weights that they are tried with.
-CLUSTERS = (1, 2)
-CLUSTERED = ("8b qkv", "8b o", "8b down", "0.6b qkv", "0.6b o", "0.6b down")
-REPEATS = 50  # calls that must agree in every bit: one that reads too early would not
 
 
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
-    """Name -> check or timing; "product check", "product time" or "cluster" chooses a kind."""
+    """Name -> check or timing; "product check" or "product time" chooses a kind."""
     found: dict[str, Callable[[], dict[str, Any]]] = {
         f"product check {title}": functools.partial(check, SHAPES[name], rows, changes)
         for title, (name, rows, changes) in CHECKS.items()
@@ -60,21 +55,6 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         for rows in (8, 64):
             found[f"product time {name} {rows} rows"] = functools.partial(
                 time_product, SHAPES[name], rows
-            )
-    return found | cluster_cases()
-
-
-def cluster_cases() -> dict[str, Callable[[], dict[str, Any]]]:
-    """Clusters of each size: agreement with XLA's product and with themselves, then time."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
-    for name in CLUSTERED:
-        for cluster in CLUSTERS[1:]:
-            found[f"product check cluster {cluster} {name}"] = functools.partial(
-                check_repeated, SHAPES[name], (32, 64, 128), {"cluster": cluster}
-            )
-        for rows in (32, 64):
-            found[f"product time clusters {name} {rows} rows"] = functools.partial(
-                time_clusters, SHAPES[name], rows
             )
     return found
 
@@ -123,51 +103,6 @@ def check(
     return {"ok": worst < TOLERANCE, "relative_error": worst}
 
 
-def check_repeated(
-    shape: tuple[int, int, bool], row_counts: tuple[int, ...], changes: dict[str, Any]
-) -> dict[str, Any]:
-    """As `check`; and calls one after the other must agree in every bit."""
-    depth, columns, _ = shape
-    weights, layer = random_array(2, (1, depth, columns), "bfloat16"), jnp.zeros(1, jnp.int32)
-    differing = 0
-    for rows in row_counts:
-        tuning = tuned(shape, rows, changes)
-        x = random_array(3, (rows, depth), "bfloat16")
-        results = [skinny_product(x, weights, layer, tuning=tuning) for _ in range(REPEATS)]
-        differing += sum(not jnp.array_equal(results[0], other) for other in results[1:])
-    checked = check(shape, row_counts, changes)
-    return {**checked, "ok": checked["ok"] and differing == 0, "differing_calls": differing}
-
-
-def time_clusters(shape: tuple[int, int, bool], rows: int) -> dict[str, Any]:
-    """The kernel with clusters of each size: as many planes as cost least, and as without."""
-    depth, columns, _ = shape
-    layers = -int(-ROTATED_BYTES // (depth * columns * 2))
-    x, stack = random_array(3, (rows, depth), "bfloat16"), stacked_weights(shape, layers)
-    alone = make_schedule(rows, *shape, tuned(shape, rows, {"cluster": 1}))
-    results: dict[str, Any] = {}
-    for cluster in CLUSTERS:
-        for max_partials in (None, alone.partials):
-            changes = {"cluster": cluster, "max_partials": max_partials}
-            tuning = tuned(shape, rows, changes)
-            schedule = make_schedule(rows, *shape, tuning)
-            title = f"cluster {cluster}, {schedule.partials} planes of {schedule.share} steps"
-            if title in results:
-                continue
-            by_kernel = functools.partial(multiply_by_layer, tuning)
-            seconds = seconds_in_a_chain(by_kernel, x, stack, layers=layers)
-            results[title] = round(seconds * 1e6, 2)
-    floor = depth * columns * 2 / COPY_BYTES_PER_SECOND
-    return {"microseconds": results, "floor_microseconds": round(floor * 1e6, 2)}
-
-
-def multiply_by_layer(
-    tuning: ProductTuningConfig, x: jax.Array, layer: int, weights: jax.Array
-) -> jax.Array:
-    """The kernel, in the order that `seconds_in_a_chain` asks for."""
-    return skinny_product(x, weights, jnp.array([layer], jnp.int32), tuning=tuning)
-
-
 def time_product(shape: tuple[int, int, bool], rows: int) -> dict[str, Any]:
     """The kernel beside XLA, which gets one array a layer: it would copy its slice of a stack."""
     depth, columns, _ = shape
@@ -175,12 +110,14 @@ def time_product(shape: tuple[int, int, bool], rows: int) -> dict[str, Any]:
     tuning = tuned(shape, rows, {})
     schedule = make_schedule(rows, depth, columns, False, tuning)
 
+    def by_kernel(x, layer, weights):
+        return skinny_product(x, weights, jnp.array([layer], jnp.int32), tuning=tuning)
+
     def by_xla(x, layer, weights):
         return jnp.dot(x, weights[layer], preferred_element_type=jnp.float32)
 
     x = random_array(3, (rows, depth), "bfloat16")
     stack = stacked_weights(shape, layers)
-    by_kernel = functools.partial(multiply_by_layer, tuning)
     seconds = seconds_in_a_chain(by_kernel, x, stack, layers=layers)
     arrays = [stack[layer] for layer in range(layers)]
     xla_seconds = seconds_in_a_chain(by_xla, x, arrays, layers=layers)
@@ -190,7 +127,6 @@ def time_product(shape: tuple[int, int, bool], rows: int) -> dict[str, Any]:
         "xla_microseconds": round(xla_seconds * 1e6, 2),
         "floor_microseconds": round(floor * 1e6, 2),
         "share_of_copy_ceiling": round(floor / seconds, 3),
-        "cluster": schedule.cluster,
         "block_n": schedule.block_n,
         "partials": schedule.partials,
         "programs": schedule.programs,

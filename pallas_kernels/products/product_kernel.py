@@ -17,8 +17,6 @@ from pallas_kernels.products.product_schedule import TILE_COLUMNS
 from pallas_kernels.products.ring import drain
 from pallas_kernels.products.wgmma_tiles import TILED, TILED_FLOAT32
 
-_BLOCK = "block"  # axis of the thread blocks of a cluster
-
 
 class _Ring(NamedTuple):
     """Tiles of weights in shared memory, of x too if it is not kept, and who may touch them."""
@@ -26,7 +24,7 @@ class _Ring(NamedTuple):
     weights: Any  # [stages, warpgroups, block_k, columns], transposed [..., columns, block_k]
     x: Any  # [stages, S, block_k], or None
     full: Any
-    free: Any  # of all blocks of a cluster, whose rows of x come together
+    free: Any
 
 
 class _Share(NamedTuple):
@@ -64,7 +62,6 @@ def launch(
         out_type=[sums, *(() if prologue is None else prologue.outputs(plan))],
         grid=(schedule.programs,),
         grid_names=("program",),
-        **_cluster_option(schedule.cluster),
         num_threads=schedule.warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
@@ -75,11 +72,6 @@ def launch(
         **interpret_option(interpret),
     )
     return run(*arrays, weights, layer)
-
-
-def _cluster_option(cluster: int) -> dict[str, Any]:
-    """Arguments of `plgpu.kernel`: the thread blocks of a program."""
-    return {"cluster": (cluster,), "cluster_names": (_BLOCK,)} if cluster > 1 else {}
 
 
 def _kernel(plan: ProductPlan, prologue: Prologue | None, num_arrays: int, *refs: Any) -> None:
@@ -126,7 +118,7 @@ def _shared_memory(plan: ProductPlan, prologue: Prologue | None) -> tuple[Any, .
         weights=plgpu.SMEM((stages, computing, *tile), plan.dtype, transforms=TILED),
         x=None if is_kept else plgpu.SMEM(x_stage, plan.dtype, transforms=TILED),
         full=plgpu.Barrier(num_arrivals=computing + (not is_kept), num_barriers=stages),
-        free=_free_barriers(plan),
+        free=plgpu.Barrier(num_arrivals=computing, num_barriers=stages),
     )
     if not is_kept:
         staged = (computing, plan.rows, TILE_COLUMNS)
@@ -137,38 +129,16 @@ def _shared_memory(plan: ProductPlan, prologue: Prologue | None) -> tuple[Any, .
     return ring, None, kept, ready, prologue.scratch(plan)
 
 
-def _free_barriers(plan: ProductPlan) -> plgpu.Barrier | plgpu.ClusterBarrier:
-    """One a slot: all who multiply with its rows of x are done, in every block of the cluster."""
-    schedule = plan.schedule
-    computing, stages = schedule.warpgroups, schedule.stages
-    if schedule.cluster == 1:
-        return plgpu.Barrier(num_arrivals=computing, num_barriers=stages)
-    return plgpu.ClusterBarrier(
-        collective_axes=(_BLOCK,), num_arrivals=computing, num_barriers=stages
-    )
-
-
 def _first_column(plan: ProductPlan, tile: jax.Array) -> jax.Array:
-    """Where this block's columns of a tile begin.
-
-    The last tile ends with the weight, so it may overlap its neighbour; not with clusters.
-    """
-    schedule = plan.schedule
-    if schedule.cluster > 1:
-        return (tile * schedule.cluster + lax.axis_index(_BLOCK)) * schedule.block_n
-    return jnp.minimum(tile * schedule.block_n, plan.columns - schedule.block_n)
+    """Where a tile begins; the last one ends with the weight, so it may overlap its neighbour."""
+    return jnp.minimum(tile * plan.schedule.block_n, plan.columns - plan.schedule.block_n)
 
 
 def _load_share(
     plan: ProductPlan, ring: _Ring, share: _Share, x_ref: Any, w_ref: Any, layer_ref: Any
 ) -> None:
-    """Fetch the steps of this program; the ring is first filled with weights, then with x.
-
-    Each block of a cluster fetches its own weights, and an equal part of the rows of x for all of
-    them: so a slot's `full` awaits as many bytes as without a cluster, from several blocks.
-    """
+    """Fetch the steps of this program; the ring is first filled with weights, then with x."""
     schedule = plan.schedule
-    together = _BLOCK if schedule.cluster > 1 else None
     stages, steps = jnp.int32(schedule.stages), jnp.int32(schedule.steps)
     layer = layer_index(layer_ref, w_ref)
     count = share.end - share.first
@@ -186,8 +156,7 @@ def _load_share(
             plgpu.copy_gmem_to_smem(source, target, ring.full.at[slot])
 
     def fetch_x(index, slot):
-        source, target = x_ref.at[:, depth(index)], ring.x.at[slot]
-        plgpu.copy_gmem_to_smem(source, target, ring.full.at[slot], collective_axes=together)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, depth(index)], ring.x.at[slot], ring.full.at[slot])
 
     @pl.loop(0, filled)
     def _fill_weights(index):
@@ -207,7 +176,6 @@ def _load_share(
         if x_ref is not None:
             fetch_x(index, slot)
 
-    # Nor does a block end while others of its cluster may send it x, or set its barriers.
     drain(ring, count - filled, count, stages)
 
 

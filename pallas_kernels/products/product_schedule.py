@@ -23,18 +23,15 @@ needs, or all of it."""
 class ProductSchedule:
     """Static numbers of one product.
 
-    A program is a cluster of thread blocks, or a single one. The weight is cut into `tiles` of
-    `block_n` columns for each block of a cluster, and each tile into `steps` of `block_k` rows.
-    Step s of tile t is number `t * steps + s`; program p takes the numbers
+    The weight is cut into `tiles` of `block_n` columns and each tile into `steps` of `block_k`
+    rows. Step s of tile t is number `t * steps + s`; program p takes the numbers
     `[p * share, (p + 1) * share)`. The sums of a tile that several programs share stand in as
     many planes of the output, in the order of the programs.
 
     Attributes:
-      cluster: thread blocks of a program; each has `block_n` columns of a tile, side by side.
-      block_n: weight columns of a tile for each thread block.
+      block_n: weight columns a tile.
       block_k: rows of K a step.
-      tiles: number of tiles; the last one overlaps its neighbour where block_n does not divide N
-        (without clusters).
+      tiles: number of tiles; the last one overlaps its neighbour where block_n does not divide N.
       steps: number of steps of a tile.
       share: steps of a program.
       partials: planes of the output, P.
@@ -42,7 +39,6 @@ class ProductSchedule:
       kept_steps: steps of x that stay in shared memory; 0 = x comes with the weights.
     """
 
-    cluster: int
     block_n: int
     block_k: int
     tiles: int
@@ -59,7 +55,7 @@ class ProductSchedule:
 
     @property
     def warpgroups(self) -> int:
-        """Computing warpgroups, which share a thread block's columns of a tile."""
+        """Computing warpgroups, which share the columns of a tile."""
         return min(2, self.block_n // TILE_COLUMNS)
 
     @property
@@ -110,12 +106,10 @@ def make_schedule(
         is_ragged = columns % block_n != 0
         if block_n > columns or (is_ragged and max_partials != 1):
             continue
-        cluster = _choose_cluster(ring_rows, columns, block_n, tuning)
         block_k = _choose_block_k(ring_rows, rows * depth * 2, depth, block_n, tuning, kept)
         step_bytes = (block_n + ring_rows) * block_k * 2
-        tiles, steps = -(-columns // (cluster * block_n)), depth // block_k
-        most_programs = tuning.num_processors // cluster
-        for share in _shares(tiles, steps, block_n * block_k * 2, most_programs, tuning):
+        tiles, steps = -(-columns // block_n), depth // block_k
+        for share in _shares(tiles, steps, block_n * block_k * 2, max_partials, tuning):
             partials = max(_sharers(tiles, steps, share))
             kept_steps = {"nothing": 0, "share": min(share, steps), "all": steps}[kept]
             kept_bytes = kept_steps * rows * block_k * 2
@@ -123,7 +117,6 @@ def make_schedule(
             if stages < _MIN_STAGES or (max_partials is not None and partials > max_partials):
                 continue
             schedule = ProductSchedule(
-                cluster=cluster,
                 block_n=block_n,
                 block_k=block_k,
                 tiles=tiles,
@@ -142,17 +135,6 @@ def make_schedule(
             f"got {tuning.block_n} for {columns} columns, {rows} rows and {tuning.ring_kib} KiB"
         )
     return best[1]
-
-
-def _choose_cluster(ring_rows: int, columns: int, block_n: int, tuning: ProductTuningConfig) -> int:
-    """That of `tuning` where it has x to share, in equal parts of whole WGMMA rows; else 1."""
-    fits = (
-        ring_rows > 0
-        and ring_rows % (8 * tuning.cluster) == 0
-        and columns % (tuning.cluster * block_n) == 0
-        and tuning.cluster <= tuning.num_processors
-    )
-    return tuning.cluster if fits else 1
 
 
 def _ring_bytes(ring_rows: int, kept_bytes: int, block_n: int, tuning: ProductTuningConfig) -> int:
@@ -179,15 +161,14 @@ def _choose_block_k(
 
 
 def _shares(
-    tiles: int, steps: int, step_bytes: int, most_programs: int, tuning: ProductTuningConfig
+    tiles: int, steps: int, step_bytes: int, max_partials: int | None, tuning: ProductTuningConfig
 ) -> list[int]:
     """Shares worth a look: the least that is allowed, a third more, and whole tiles."""
-    max_partials = tuning.max_partials
-    whole_tiles = -(-tiles // most_programs) * steps
+    whole_tiles = -(-tiles // tuning.num_processors) * steps
     if max_partials == 1:
         return [whole_tiles]
     least = max(
-        -(-tiles * steps // most_programs),
+        -(-tiles * steps // tuning.num_processors),
         min(steps, -(-tuning.min_share_kib * 1024 // step_bytes)),
     )
     if max_partials is not None:  # so long a share is surely in few pieces
@@ -200,15 +181,13 @@ def _cost(
     schedule: ProductSchedule, rows: int, transposed: bool, tuning: ProductTuningConfig
 ) -> float:
     """Time in bytes from memory: the slowest way of weights and activations, then the sums."""
-    tile_columns = schedule.cluster * schedule.block_n
-    step_bytes = tile_columns * schedule.block_k * 2
+    step_bytes = schedule.block_n * schedule.block_k * 2
     ring_rows = 0 if schedule.kept_steps else rows
-    both_bytes = (tile_columns + ring_rows) * schedule.block_k * 2
-    block_bytes = (schedule.block_n + ring_rows) * schedule.block_k * 2
+    both_bytes = (schedule.block_n + ring_rows) * schedule.block_k * 2
     all_steps = schedule.tiles * schedule.steps
     is_short_row = not transposed and schedule.block_n == 64
     from_memory = all_steps * step_bytes * (_SHORT_ROW_PENALTY if is_short_row else 1)
     from_l2 = all_steps * both_bytes / _L2_BYTES_PER_BYTE
-    busiest = schedule.share * block_bytes * tuning.enough_programs
-    sums = schedule.partials * rows * schedule.tiles * tile_columns * 4
+    busiest = schedule.share * both_bytes * tuning.enough_programs
+    sums = schedule.partials * rows * schedule.tiles * schedule.block_n * 4
     return max(from_memory, from_l2, busiest) + 2 * sums

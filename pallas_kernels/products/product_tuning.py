@@ -8,31 +8,22 @@ class ProductTuningConfig:
     """Sizes of the skinny product.
 
     Attributes:
-      block_n: weight columns of a thread block's tile, 64, 128 or 256; None = what costs least
-        by the bytes moved.
+      block_n: weight columns a tile, 64, 128 or 256; None = what costs least by the bytes moved.
       block_k: depth of a ring step, 64 or 128 or 256; halved until it divides K and four steps fit.
       ring_kib: shared memory for weights and activations in flight.
-      cluster: thread blocks that fetch x together, each for columns of its own: 1, 2, 4 or 8. They
-        go alone where x is kept, and where rows or columns cannot be shared out evenly.
       max_partials: at most so many partial sums; None = as many as cost least.
       min_share_kib: no program reads less than this of the weights, unless the tile is smaller.
-      num_processors: streaming multiprocessors; as many thread blocks at most.
-      enough_programs: so many thread blocks, reading weights and activations, saturate the memory.
+      num_processors: streaming multiprocessors; as many programs at most.
+      enough_programs: so many programs, reading weights and activations, saturate the memory.
     """
 
     block_n: int | None = None
     block_k: int = 64
     ring_kib: int = 160
-    cluster: int = 1
     max_partials: int | None = None
     min_share_kib: int = 32
     num_processors: int = 132
     enough_programs: int = 80
-
-    def __post_init__(self) -> None:
-        """Refuse a cluster that the GPU does not have."""
-        if self.cluster not in (1, 2, 4, 8):
-            raise ValueError(f"cluster must be 1, 2, 4 or 8; got {self.cluster}")
 
 
 # The transposed weight is the output head, whose logits need one plane.
@@ -41,10 +32,6 @@ _STORED_N_K = ProductTuningConfig(block_k=128, max_partials=1)
 # Of many rows the partial sums weigh more, and narrow tiles need the fewest of them.
 _MANY_ROWS = 32
 _STORED_K_N_MANY_ROWS = ProductTuningConfig(block_n=64)
-# But then L2 gives each thread block as much of x as of the weights, if a cluster does not share
-# it. The blocks of a cluster wait for each other: that pays only where each has many steps.
-_DEEP = 8192
-_DEEP_MANY_ROWS = ProductTuningConfig(block_n=64, cluster=2)
 
 # Measured choices: (device kind, padded rows, K, N, transposed) -> config.
 _PRODUCTS: dict[tuple[str, int, int, int, bool], ProductTuningConfig] = {}
@@ -56,5 +43,5 @@ def product_tuning(
     """Config of [rows, depth] @ [depth, columns]; one for its kind where none is measured."""
     of_kind = _STORED_N_K if transposed else _STORED_K_N
     if rows >= _MANY_ROWS and not transposed:
-        of_kind = _DEEP_MANY_ROWS if depth >= _DEEP else _STORED_K_N_MANY_ROWS
+        of_kind = _STORED_K_N_MANY_ROWS
     return _PRODUCTS.get((gpu or "", rows, depth, columns, transposed), of_kind)

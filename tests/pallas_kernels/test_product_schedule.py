@@ -1,14 +1,10 @@
 """Every step of every tile belongs to one program, and every plane of a tile to one of them."""
 
-import collections
-import dataclasses
-import itertools
-
 import pytest
 
 from pallas_kernels.products.product_schedule import make_schedule
 from pallas_kernels.products.product_tuning import ProductTuningConfig, product_tuning
-from tests.pallas_kernels.test_skinny_product import CLUSTERED, REAL
+from tests.pallas_kernels.test_skinny_product import REAL
 
 SMEM_BYTES = 232_448
 
@@ -30,8 +26,8 @@ def test_schedules_of_real_shapes_are_whole(depth, columns, transposed, rows):
     tuning = product_tuning("NVIDIA H200", rows, depth, columns, transposed)
     schedule = make_schedule(rows, depth, columns, transposed, tuning)
     assert schedule.steps * schedule.block_k == depth
-    assert schedule.tiles * schedule.cluster * schedule.block_n >= columns
-    assert schedule.programs * schedule.cluster <= tuning.num_processors
+    assert schedule.tiles * schedule.block_n >= columns
+    assert schedule.programs <= tuning.num_processors
     planes = planes_of_tiles(schedule)
     assert all(found == list(range(len(found))) for found in planes)
     assert max(map(len, planes)) == schedule.partials
@@ -47,52 +43,7 @@ def test_schedules_of_real_shapes_are_whole(depth, columns, transposed, rows):
 def test_shares_keep_enough_processors_busy(depth, columns, transposed, rows):
     tuning = product_tuning(None, rows, depth, columns, transposed)
     schedule = make_schedule(rows, depth, columns, transposed, tuning)
-    assert schedule.programs * schedule.cluster >= tuning.enough_programs
-
-
-@pytest.mark.parametrize("cluster", [1, 2, 4])
-@pytest.mark.parametrize(("rows", "depth", "columns"), CLUSTERED)
-def test_clusters_take_every_step_of_every_tile_once(rows, depth, columns, cluster):
-    tuning = ProductTuningConfig(block_n=64, cluster=cluster)
-    schedule = make_schedule(rows, depth, columns, False, tuning)
-    assert schedule.cluster == cluster
-    assert schedule.tiles * cluster * 64 == columns
-    assert schedule.programs * cluster <= tuning.num_processors
-    taken = collections.Counter(
-        divmod(number, schedule.steps)
-        for program in range(schedule.programs)
-        for number in range(program * schedule.share, (program + 1) * schedule.share)
-        if number < schedule.tiles * schedule.steps
-    )
-    everything = itertools.product(range(schedule.tiles), range(schedule.steps))
-    assert taken == collections.Counter(everything)
-    planes = planes_of_tiles(schedule)
-    assert all(found == list(range(len(found))) for found in planes)
-    assert max(map(len, planes)) == schedule.partials
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "kept", "changes"),
-    [
-        (40, 256, "nothing", {}),  # five times the rows of a WGMMA
-        (64, 192, "nothing", {}),  # three tiles
-        (64, 256, "nothing", {"num_processors": 1}),
-        (16, 320, "nothing", {"block_n": 128, "max_partials": 1}),  # tiles that overlap
-        (8, 256, "share", {}),
-        (8, 256, "all", {}),
-    ],
-)
-def test_where_a_cluster_does_not_fit_thread_blocks_go_alone(rows, columns, kept, changes):
-    pairs = dataclasses.replace(ProductTuningConfig(block_n=64, cluster=2), **changes)
-    alone = dataclasses.replace(pairs, cluster=1)
-    schedule = make_schedule(rows, 1024, columns, False, pairs, kept)
-    assert schedule == make_schedule(rows, 1024, columns, False, alone, kept)
-    assert schedule.cluster == 1
-
-
-def test_a_cluster_that_no_gpu_has_is_refused():
-    with pytest.raises(ValueError, match="cluster must be 1, 2, 4 or 8; got 3"):
-        ProductTuningConfig(cluster=3)
+    assert schedule.programs >= tuning.enough_programs
 
 
 def test_many_rows_are_summed_from_few_planes():

@@ -34,8 +34,6 @@ UNEVEN = tuned(5, block_n=64)
 TWO_GROUPS = tuned(2, block_n=256)
 SMALL_RING = tuned(2, block_n=128, ring_kib=80)
 ONE_PLANE = tuned(2, block_n=128, max_partials=1)
-PAIRS = tuned(10, block_n=64, cluster=2)
-SMALL_RING_PAIRS = tuned(6, block_n=64, ring_kib=64, cluster=2)
 # rows, K, N, transposed, dtype, tuning, planes
 INTERPRETED = [
     (8, 256, 192, False, "bfloat16", UNEVEN, 2),
@@ -48,15 +46,6 @@ INTERPRETED = [
     (7, 384, 256, False, "bfloat16", TWO_GROUPS, 2),
     (3, 192, 128, False, "bfloat16", SMALL_RING, 2),  # K that no warpgroup shares evenly
     (16, 128, 320, False, "bfloat16", ONE_PLANE, 1),  # the last tile overlaps its neighbour
-    (16, 320, 384, False, "bfloat16", PAIRS, 3),  # pairs; some tiles have but two planes with sums
-    (32, 1280, 256, False, "float16", SMALL_RING_PAIRS, 2),  # a ring that goes round
-    (16, 192, 512, True, "bfloat16", tuned(2, block_n=128, cluster=2), 1),  # two warpgroups each
-    (32, 256, 256, False, "bfloat16", tuned(8, block_n=64, cluster=4), 2),
-]
-# rows, K, N: what clusters are for
-CLUSTERED = [
-    *((rows, *shape) for rows in (32, 64) for shape in ((4096, 6144), (4096, 4096), (14336, 4096))),
-    *((64, *shape) for shape in ((1024, 4096), (2048, 1024), (3072, 1024))),
 ]
 
 
@@ -93,13 +82,13 @@ def test_interpreted_planes_sum_to_the_product_of_the_asked_layer(
     assert_is_product(got, x, weights, transposed)
 
 
-def lower(rows, depth, columns, transposed, tuning=None):
+def lower(rows, depth, columns, transposed):
     shape = (2, columns, depth) if transposed else (2, depth, columns)
     args = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in [((rows, depth), "bfloat16"), (shape, "bfloat16"), ((1,), "int32")]
     ]
-    run = jax.jit(lambda *args: skinny_product(*args, transposed=transposed, tuning=tuning))
+    run = jax.jit(lambda *args: skinny_product(*args, transposed=transposed))
     return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -110,13 +99,6 @@ def test_real_shapes_lower_for_cuda(depth, columns, transposed, rows):
     assert "mosaic_gpu" in text
     if transposed:
         assert f"tensor<1x{rows}x{columns}xf32>" in text
-
-
-@pytest.mark.parametrize(("rows", "depth", "columns"), CLUSTERED)
-@pytest.mark.parametrize("cluster", [1, 2, 4])
-def test_clusters_lower_for_cuda(rows, depth, columns, cluster):
-    text = lower(rows, depth, columns, False, ProductTuningConfig(block_n=64, cluster=cluster))
-    assert ("mbarrier.arrive.shared::cluster" in text) == (cluster > 1)
 
 
 def test_most_rows_lower_for_cuda():
