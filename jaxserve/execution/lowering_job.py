@@ -15,7 +15,9 @@ from jaxserve.execution.programs import ProgramTable
 from models.registry import model_class
 from pallas_kernels.platform import AssumedGpu, assume_gpu, gpu_capability, gpu_kind
 
-_OF_THE_PROCESS = re.compile(r"platform|device|cache|cluster|distributed|profile|log|port|plugin")
+_OF_THE_PROCESS = re.compile(
+    r"platform|device|cache|cluster|distributed|profile|log_|logging|_port|plugin"
+)
 """Settings of JAX that say where a process runs, and not what it computes."""
 
 
@@ -32,7 +34,7 @@ def make_job(
         raise ValueError(f"programs are lowered elsewhere for NVIDIA GPUs only; got {kind}")
     gpu = None if kind is None or capability is None else AssumedGpu(kind, capability)
     return LoweringJob(
-        config=dataclasses.asdict(setup.config),
+        config=dataclasses.asdict(setup.config) | {"hf_token": None},  # nothing is fetched
         model=setup.model,
         is_offline=setup.is_offline,
         gpu=gpu,

@@ -70,7 +70,7 @@ class LoweringPool:
         try:
             for _ in range(self._num_processes):
                 self._workers.append(_Worker())
-        except OSError as error:
+        except Exception as error:  # whatever it is, the engine can lower by itself
             self._warn(error)
 
     def lower(
@@ -157,7 +157,7 @@ class _Worker:
     """One process and the pipe to it.
 
     Raises:
-      OSError: there is no process to be had.
+      Exception: there is no process to be had.
     """
 
     def __init__(self):
@@ -172,7 +172,7 @@ class _Worker:
                 stderr=self._errors,
                 env=_environment(),
             )
-        except OSError:
+        except BaseException:
             self.close()
             raise
         finally:

@@ -1,7 +1,8 @@
 """When the decode rows are left out of a step: while prompts fill it, under `prefill_first`."""
 
+import operator
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 
 from jaxserve.request import Sequence
 from jaxserve.scheduling.config import SchedulerConfig
@@ -19,20 +20,14 @@ def holds_decodes(config: SchedulerConfig, roster: Roster, budget: int) -> bool:
       roster: what runs and waits, and which slots and pages are free.
       budget: tokens of the step.
     """
-    if not (config.prefill_first and roster.waiting) or roster.num_held_steps == MAX_HELD_STEPS:
-        return False
-    if any(pool.num_free * pool.page_size < budget for pool in roster.page_pools):
+    if not config.prefill_first or roster.num_held_steps == MAX_HELD_STEPS:
         return False
     threshold = config.long_prefill_token_threshold or budget
-    running = (
-        sequence.num_prefill_tokens - sequence.num_computed_tokens
-        for _, sequence in running_prompts(roster)
-    )
-    waiting = (
-        len(sequence.token_ids) for sequence in islice(roster.waiting, roster.slot_pool.num_free)
-    )
-    num_tokens = 0
-    for num_left in chain(running, waiting):
+    num_tokens, pages = 0, [0] * len(roster.page_pools)
+    for num_left, wanted in _prompts(roster):
+        pages = list(map(operator.add, pages, wanted))
+        if any(count > pool.num_free for count, pool in zip(pages, roster.page_pools, strict=True)):
+            return False
         num_tokens += min(num_left, threshold)
         if num_tokens >= budget:
             return True
@@ -44,3 +39,19 @@ def running_prompts(roster: Roster) -> Iterator[tuple[int, Sequence]]:
     for index, sequence in enumerate(roster.running):
         if sequence.num_computed_tokens < sequence.num_prefill_tokens:
             yield index, sequence
+
+
+def _prompts(roster: Roster) -> Iterator[tuple[int, list[int]]]:
+    """Tokens to compute, and pages to take, of each prompt that a step could hold.
+
+    Those that run come first, then those that find a slot, up to the first that has to wait for a
+    page that another is about to compute.
+    """
+    for _, sequence in running_prompts(roster):
+        num_left = sequence.num_prefill_tokens - sequence.num_computed_tokens
+        yield num_left, roster.count_reserved_pages(sequence, sequence.num_prefill_tokens)
+    for sequence in islice(roster.waiting, roster.slot_pool.num_free):
+        hit, num_tokens = roster.prefixes.find(sequence), len(sequence.token_ids)
+        if hit.is_promised:
+            return
+        yield num_tokens - hit.num_tokens, roster.count_admission_pages(hit, num_tokens)

@@ -61,9 +61,9 @@ class StepBuilder:
 
     **Prompts first.** With `prefill_first`, a step leaves out the decode rows while prompts, of
     those that run and of those that find a slot and pages, fill it: each costs as much in a step of
-    its own, and so more rows decode together later. Slots come free only when such prompts ask for
-    a single token, so all others have theirs soon; after `MAX_HELD_STEPS` steps decode rows get one
-    in any case. A step that then holds no prompt after all takes the decode rows.
+    its own, and so more rows decode together later. Hardly a slot comes free meanwhile, so all have
+    theirs soon; after `MAX_HELD_STEPS` steps decode rows get one in any case. A step that holds no
+    prompt after all takes the decode rows.
 
     **Several tokens a row.** Where every sequence that runs decodes, they are few, there are pages
     for all, and nobody waits, a step may take up to `max_decode_row_tokens` of each: the device

@@ -1,5 +1,8 @@
 """`prefill_first`: decode rows wait while prompts fill whole steps, and only then."""
 
+import random
+from collections import deque
+
 import pytest
 
 from jaxserve.scheduling import held_decodes
@@ -70,6 +73,58 @@ def test_prompts_that_do_not_fill_a_step_share_it(limits):
 def test_decoding_goes_on_when_no_prompt_finds_room_after_all():
     scheduler = scheduler_with_decoding(4, watermark=0.99)
     assert sizes(schedule(scheduler)) == {"decoding": 1}
+
+
+def test_tokens_that_are_found_in_the_cache_fill_no_step():
+    scheduler = scheduler_with_decoding(0, enable_prefix_caching=True, max_num_seqs=8)
+    known = make_sequence("known", 16, 2, shared=(9, 16))
+    scheduler.add(known)
+    while known.finish_reason is None:
+        output = schedule(scheduler)
+        commit(scheduler, output, *([TOKEN] if row.can_sample else [] for row in output.rows))
+    for index in range(4):
+        scheduler.add(make_sequence(f"w{index}", 17, seed=index + 1, shared=(9, 16)))
+    output = schedule(scheduler)
+    assert sizes(output) == {"decoding": 1, "w0": 1, "w1": 1, "w2": 1, "w3": 1}
+
+
+def steps_of(seed: int, *, in_parts: bool) -> list[list[tuple[str, int, int]]]:
+    """Steps of random requests, which come at once, or as `LLM.generate` hands them over."""
+    draw = random.Random(seed)
+    slots, budget = draw.choice([2, 4, 8]), draw.choice([8, 16])
+    scheduler = make_scheduler(
+        draw.choice([30, 60, 200]),
+        prefill_first=True,
+        max_num_seqs=slots,
+        max_num_batched_tokens=budget,
+        token_buckets=(4, 8, 16),
+    )
+    most = scheduler.lookahead_tokens
+    assert most is not None
+    parts, part = deque(), []
+    for index in range(draw.randint(5, 40)):
+        part.append(make_sequence(f"s{index}", draw.randint(1, 20), draw.randint(1, 9), seed=index))
+        if in_parts and sum(sequence.num_prompt_tokens for sequence in part) > most:
+            parts.append(part)
+            part = []
+    parts.append(part)
+    in_flight, steps = deque(), []
+    while parts or scheduler.has_unfinished:
+        for sequence in parts.popleft() if parts else ():
+            scheduler.add(sequence)
+        while (output := scheduler.schedule()) is not None:
+            in_flight.append(output)
+            rows = output.rows
+            steps.append([(row.sequence.request.request_id, row.start, row.num_scheduled_tokens)
+                          for row in rows])  # fmt: skip
+        output = in_flight.popleft()
+        commit(scheduler, output, *([TOKEN] if row.can_sample else [] for row in output.rows))
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_requests_in_parts_have_the_schedule_of_all_at_once(seed):
+    assert steps_of(seed, in_parts=True) == steps_of(seed, in_parts=False)
 
 
 def test_endless_requests_for_one_token_cannot_hold_decoding_for_ever(monkeypatch):
