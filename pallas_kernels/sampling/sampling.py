@@ -23,7 +23,6 @@ from pallas_kernels.sampling.sampling_passes import (
 
 make_kernels_cacheable()
 
-ROUNDING = 1.001  # more than sums of weights are wrong by
 MAX_ROUNDS = 1000  # draws; each halves the weight that is left, so about 20 are ever needed
 
 COMPILER_PARAMS = plgpu.CompilerParams(
@@ -84,15 +83,8 @@ def sample(
         logits = jnp.pad(logits, missing, constant_values=-jnp.inf)
     words = jnp.concatenate([keys, limits.top_k[:, None]], axis=1)
     numbers = jnp.stack(
-        [
-            limits.scale,
-            limits.noise_scale,
-            limits.top_p,
-            limits.log2_min_p,
-            _deviations(limits.top_p),
-        ],
-        axis=1,
-    )
+        [limits.scale, limits.noise_scale, limits.top_p, limits.log2_min_p], axis=1
+    )  # fmt: skip
     run = plgpu.kernel(
         functools.partial(_kernel, tuning),
         out_type=[jax.ShapeDtypeStruct((num_rows,), jnp.int32)] * 2,
@@ -105,16 +97,6 @@ def sample(
     )
     tokens, is_finite = run(logits.reshape(num_rows, -1, LINE), words, numbers)
     return tokens, is_finite > 0
-
-
-def _deviations(top_p: jax.Array) -> jax.Array:
-    """Standard deviations from the mean, of normal numbers, to a share that top-p would not keep.
-
-    It is somewhat more than what top-p leaves out, up to twice as much.
-    """
-    left_out = jnp.clip(1 - top_p, 0.0, 1.0)
-    share = left_out + jnp.minimum(left_out, (1 - left_out) / 4)
-    return jax.scipy.special.ndtri(jnp.clip(share, 1e-4, 1 - 1e-4))
 
 
 def _kernel(tuning: SamplingTuningConfig, logits_ref, words_ref, numbers_ref, *out_refs: Any):
@@ -138,7 +120,7 @@ def _kernel(tuning: SamplingTuningConfig, logits_ref, words_ref, numbers_ref, *o
 
         @pl.when(row.top_k == 0)
         def _sample_all():
-            write(*_sample_all_tokens(source, numbers_ref[row_index, 4]))
+            write(*_sample_all_tokens(source))
 
         @pl.when(row.top_k > 0)
         def _sample_highest():
@@ -147,17 +129,12 @@ def _kernel(tuning: SamplingTuningConfig, logits_ref, words_ref, numbers_ref, *o
     pl.run_scoped(run, shared_memory(tuning), collective_axes="wg")
 
 
-def _sample_all_tokens(source: Source, deviations: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sample_all_tokens(source: Source) -> tuple[jax.Array, jax.Array]:
     """Token, and whether the row is finite, of a row without top-k."""
-    seen, row = source.survey(deviations), source.row
-    is_finite = (seen.total < jnp.inf) & _is_finite(seen.peak)
-    # If what is below `low` weighs more than top-p leaves out, it keeps all from there on; but
-    # what min-p leaves out would have to be known, too.
-    is_known = (seen.below > (1 - row.top_p) * seen.total * ROUNDING) & (row.log2_min_p < LOWEST)
-    kept_from = jnp.where(is_known, seen.low, jnp.inf)
-    floor = seen.peak + row.log2_min_p
-    limits = {"peak": seen.peak, "floor": floor, "total": seen.total, "kept_from": kept_from}
-    return _draw(source, seen.token, is_finite, **limits), is_finite
+    token, peak, total = source.survey()
+    is_finite = (total < jnp.inf) & _is_finite(peak)
+    floor = peak + source.row.log2_min_p
+    return _draw(source, token, is_finite, peak=peak, floor=floor, total=total), is_finite
 
 
 def _sample_top_k(source: Source, write) -> None:
@@ -174,15 +151,7 @@ def _sample_top_k(source: Source, write) -> None:
     def draw_from(source: Source, low, high):
         kth = _kth_highest(source, low, high)
         floor = jnp.maximum(peak + source.row.log2_min_p, kth)
-        token = _draw(
-            source,
-            jnp.int32(-1),
-            is_finite,
-            peak=peak,
-            floor=floor,
-            total=jnp.inf,
-            kept_from=jnp.inf,
-        )
+        token = _draw(source, jnp.int32(-1), is_finite, peak=peak, floor=floor, total=jnp.inf)
         write(jnp.maximum(token, 0), is_finite)
 
     known = remembered.count_where(lambda x: x > complete)
@@ -197,9 +166,7 @@ def _sample_top_k(source: Source, write) -> None:
         draw_from(source, jnp.float32(-jnp.inf), to_ordered(complete) + 1)
 
 
-def _draw(
-    source: Source, token: jax.Array, is_finite, *, peak, floor, total, kept_from
-) -> jax.Array:
+def _draw(source: Source, token: jax.Array, is_finite, *, peak, floor, total) -> jax.Array:
     """Draw until a token is kept: each round all that is left is above the one before.
 
     Args:
@@ -209,25 +176,26 @@ def _draw(
       peak: highest x.
       floor: lowest x that min-p and top-k leave.
       total: no less than the sum of the weights of x >= floor.
-      kept_from: every such x is kept.
     """
     top_p = source.row.top_p
+
+    def is_in_nucleus(x):
+        above, kept = source.weigh(x, floor, peak)
+        return above < top_p * kept
 
     def check_and_draw(state):
         rounds, token, _ = state
         x = source.row.value(jnp.maximum(token, 0))
         is_candidate = (token >= 0) & (x >= floor)
         # Of a token of more than 1 - top_p: what is above it can only be less than top_p.
-        is_heavy = jnp.exp2(x - peak) > (1 - top_p) * total
-        is_sure = is_candidate & ((x >= peak) | (x >= kept_from) | is_heavy)
-
-        def judge():
-            pivot = jnp.where(token >= 0, x, -jnp.inf)
-            above, kept, following = source.judge(pivot, floor, peak)
-            is_kept = is_candidate & (above < top_p * kept)
-            return is_kept.astype(jnp.int32), jnp.where(is_kept, token, following)
-
-        is_kept, token = lax.cond(is_sure, lambda: (jnp.int32(1), token), judge)
+        is_sure = (x >= peak) | (jnp.exp2(x - peak) > (1 - top_p) * total)
+        is_kept = lax.cond(
+            is_candidate & ~is_sure,
+            lambda: is_in_nucleus(x).astype(jnp.int32),
+            lambda: (is_candidate & is_sure).astype(jnp.int32),
+        )
+        pivot = jnp.where(token >= 0, x, -jnp.inf)
+        token = lax.cond(is_kept == 0, lambda: source.draw(pivot, floor), lambda: token)
         return rounds + 1, token, is_kept
 
     def goes_on(state):

@@ -16,7 +16,6 @@ from pallas_kernels.sampling.sampling_noise import gumbel_noise
 
 LINE = 128  # logits that a warp holds, 4 a thread
 BLOCK_LINES = 4  # a line for each warp of a warpgroup
-SAMPLED_BLOCKS = 4  # of each warpgroup, for the guess of mean and deviation
 LIST_DEPTH = 4  # highest logits that each of the 512 lanes of a warpgroup remembers
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -72,24 +71,6 @@ class Row(NamedTuple):
         return self.logits[line, token - line * LINE] * self.scale
 
 
-class Survey(NamedTuple):
-    """What one pass tells of a row, scalars.
-
-    Attributes:
-      token: of the best score.
-      peak: highest x.
-      total: sum of the weights 2^(x - peak).
-      low: some x.
-      below: sum of the weights of what is lower.
-    """
-
-    token: jax.Array
-    peak: jax.Array
-    total: jax.Array
-    low: jax.Array
-    below: jax.Array
-
-
 class Shared(NamedTuple):
     """Shared memory: the warpgroups' tiles, and what they tell each other."""
 
@@ -105,7 +86,7 @@ def shared_memory(tuning: SamplingTuningConfig) -> Shared:
     return Shared(
         tiles=plgpu.SMEM((num_tiles, tuning.tile_lines, LINE), jnp.float32),
         full=plgpu.Barrier(num_barriers=num_tiles),
-        told=plgpu.SMEM((3, tuning.warpgroups * BLOCK_LINES), jnp.float32),
+        told=plgpu.SMEM((2, tuning.warpgroups * BLOCK_LINES), jnp.float32),
         all_told=plgpu.Barrier(num_arrivals=tuning.warpgroups),
     )
 
@@ -120,62 +101,27 @@ class Source(NamedTuple):
     fold: Fold
     gather: Callable[[list[jax.Array]], list[list[jax.Array]]]
 
-    def survey(self, deviations: jax.Array) -> Survey:
-        """One pass over all of the row, whose weights are summed up to a guess of where they end.
-
-        Args:
-          deviations: how many standard deviations from the mean of x, by weight, that is.
-        """
-        low = self._guess(deviations)
-        start = (_no_best(), full(LOWEST), full(0.0), full(0.0))
-        best, peak, *sums = self.fold(functools.partial(_survey, self.row, low), start)
+    def survey(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Token of the best score, highest x, and sum of the weights 2^(x - highest)."""
+        start = (_no_best(), full(LOWEST), full(0.0))
+        best, peak, total = self.fold(functools.partial(_survey, self.row), start)
         of_line = peak.max(axis=1)
-        shrink = jnp.exp2(peak - spread(of_line))
-        peaks, *told = self.gather([of_line, *((part * shrink).sum(axis=1) for part in sums)])
+        total = total * jnp.exp2(peak - spread(of_line))
+        peaks, totals = self.gather([of_line, total.sum(axis=1)])
         peak = functools.reduce(jnp.maximum, peaks)
-        shrinks = [jnp.exp2(of_line - peak) for of_line in peaks]
-        total, below = (
-            functools.reduce(jnp.add, [x * y for x, y in zip(part, shrinks, strict=True)])
-            for part in told
-        )
-        return Survey(token=self._argmax(best), peak=peak, total=total, low=low, below=below)
+        weights = [t * jnp.exp2(p - peak) for p, t in zip(peaks, totals, strict=True)]
+        return self._argmax(best), peak, functools.reduce(jnp.add, weights)
 
-    def _guess(self, deviations: jax.Array) -> jax.Array:
-        """So many standard deviations from the mean, by a few blocks of the row."""
-        logits, blocks = self.row.logits, SAMPLED_BLOCKS
-        # Of places all over the row, for its first tokens may be unlike the others.
-        step = (logits.shape[0] - BLOCK_LINES) // max(1, blocks * lax.axis_size("wg") - 1)
-        first = lax.axis_index("wg") * (blocks * step)
-        xs = [
-            plgpu.load(
-                logits.at[pl.ds(first + i * step, BLOCK_LINES)], layout=LINES, optimized=False
-            )
-            * self.row.scale
-            for i in range(blocks)
-        ]
-        peak = self.highest(functools.reduce(jnp.maximum, xs, full(LOWEST)))
-        sums = [full(0.0)] * 3
-        for x in xs:
-            distance = jnp.maximum(x - peak, -1e3)
-            weight = jnp.exp2(distance)
-            moments = (weight, weight * distance, weight * distance * distance)
-            sums = [total + moment for total, moment in zip(sums, moments, strict=True)]
+    def draw(self, pivot: jax.Array, floor: jax.Array) -> jax.Array:
+        """Token of the best score of x > pivot and >= floor."""
+        pick = functools.partial(_pick, self.row, pivot, floor)
+        return self._argmax(self.fold(pick, _no_best()))
+
+    def weigh(self, x: jax.Array, floor: jax.Array, peak: jax.Array) -> list[jax.Array]:
+        """Sums of the weights above x, and of those from the floor on, of the latter."""
+        sums = self.fold(functools.partial(_weigh, x, floor, peak), (full(0.0), full(0.0)))
         told = self.gather([part.sum(axis=1) for part in sums])
-        total, first_moment, second = (functools.reduce(jnp.add, values) for values in told)
-        mean = first_moment / total
-        variance = jnp.maximum(second / total - mean * mean, 0.0)
-        return peak + mean + deviations * jnp.sqrt(variance)
-
-    def judge(self, x: jax.Array, floor: jax.Array, peak: jax.Array) -> list[jax.Array]:
-        """Sums of the weights above x, and of those from the floor on; a token from above x.
-
-        Of the weights from the floor on, all of it. The token has the best score; it is needed
-        where x turns out not to be kept.
-        """
-        start = (full(0.0), full(0.0), _no_best())
-        *sums, best = self.fold(functools.partial(_judge, self.row, x, floor, peak), start)
-        told = self.gather([part.sum(axis=1) for part in sums])
-        return [*(functools.reduce(jnp.add, values) for values in told), self._argmax(best)]
+        return [functools.reduce(jnp.add, values) for values in told]
 
     def count_where(self, is_counted: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """int32: how many x are counted."""
@@ -296,37 +242,31 @@ def _gather(
     return told
 
 
-def _survey(row: Row, low, state, blocks: list[Block]):
-    best, peak, total, below = state
-    best = _pick(row, best, blocks)
+def _survey(row: Row, state, blocks: list[Block]):
+    best, peak, total = state
+    best = _pick(row, None, None, best, blocks)
     higher = functools.reduce(jnp.maximum, [x for x, _ in blocks], peak)
-    shrink = jnp.exp2(peak - higher)
-    total, below = total * shrink, below * shrink
-    for x, _ in blocks:
-        weight = jnp.exp2(x - higher)
-        total += weight
-        below += jnp.where(x < low, weight, 0.0)
-    return best, higher, total, below
+    total = total * jnp.exp2(peak - higher)
+    return best, higher, sum((jnp.exp2(x - higher) for x, _ in blocks), total)
 
 
-def _judge(row: Row, value, floor, peak, state, blocks: list[Block]):
-    above, kept, best = state
+def _pick(row: Row, pivot, floor, best: Block, blocks: list[Block]) -> Block:
+    for x, index in blocks:
+        score = row.score(x, index)
+        is_better = score > best[0]
+        if pivot is not None:
+            is_better &= (x > pivot) & (x >= floor)
+        best = _where(is_better, (score, index), best)
+    return best
+
+
+def _weigh(value, floor, peak, state, blocks: list[Block]):
+    above, kept = state
     for x, _ in blocks:
         weight = jnp.where(x >= floor, jnp.exp2(x - peak), 0.0)
         above += jnp.where(x > value, weight, 0.0)
         kept += weight
-    return above, kept, _pick(row, best, blocks, lambda x: (x > value) & (x >= floor))
-
-
-def _pick(row: Row, best: Block, blocks: list[Block], may_win=None) -> Block:
-    """The best score so far, of those x that may win."""
-    for x, index in blocks:
-        score = row.score(x, index)
-        is_better = score > best[0]
-        if may_win is not None:
-            is_better &= may_win(x)
-        best = _where(is_better, (score, index), best)
-    return best
+    return above, kept
 
 
 def _remember(state, blocks: list[Block]):

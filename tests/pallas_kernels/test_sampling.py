@@ -239,31 +239,6 @@ def test_the_kernel_lowers_for_cuda(vocab_size: int) -> None:
     assert "mosaic_gpu" in lowered.as_text()
 
 
-def assert_as_the_reference(case: list[jax.Array]) -> None:
-    got = sampling.sample(*case, interpret=plgpu.InterpretGPUParams(), tuning=FEW_TILES)
-    for x, y in zip(got, sampling_reference.sample(*case), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def test_what_is_known_to_be_kept_is_what_the_reference_keeps() -> None:
-    """Many logits, flat and peaked; the first are unlike the others in half of the rows."""
-    rng = np.random.default_rng(1)
-    logits = rng.normal(0, 1, (6, 2048)) * np.repeat([[0.7], [3.0]], 3, 0)
-    logits[::2, :512] += 4
-    *inputs, _, _ = make_case(logits, 0.8, 0, 1, 0)
-    top_p = jnp.asarray([0.95, 0.6, 0.2, 0.95, 0.95, 0.6], jnp.float32)
-    min_p = jnp.asarray([0, 0, 0, 0, 0.05, 0], jnp.float32)
-    assert_as_the_reference([*inputs, top_p, min_p])
-
-
-def test_a_wrong_guess_of_the_border_decides_nothing() -> None:
-    """Few likely tokens, and so many unlikely ones that the deviation is far too large."""
-    rng = np.random.default_rng(2)
-    logits = np.full((40, 512), -10 * np.log(2))
-    logits[:, 100:126] = rng.uniform(-np.log(2), 0, (40, 26))
-    assert_as_the_reference(make_case(logits, 1, 0, 0.9, 0))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [300, 32_000, 50_257, 151_936])
 def test_the_kernel_on_a_gpu_draws_the_tokens_of_the_reference(vocab_size: int) -> None:
