@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.lowering_messages import (
@@ -261,5 +262,15 @@ def count_processes(setup: ModelSetup) -> int:
     is_known = model_class(setup.model.architecture).__module__.startswith("models.")
     can_carry = importlib.util.find_spec("flatbuffers") is not None  # of jax.export
     is_fit = setup.backend == "mosaic" and setup.sharder.mesh.size == 1 and is_known and can_carry
-    num_cpus = len(os.sched_getaffinity(0)) if is_fit else 0
+    num_cpus = count_cpus() if is_fit else 0
     return min(MAX_PROCESSES, num_cpus // 2) if num_cpus >= MIN_CPUS else 0
+
+
+def count_cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPUs that this process may use, by its affinity and by its container's quota, if any."""
+    num_cpus = len(os.sched_getaffinity(0))
+    try:
+        microseconds, period = map(int, quota.read_text().split())
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return num_cpus
+    return min(num_cpus, microseconds // period)

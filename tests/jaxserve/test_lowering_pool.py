@@ -18,7 +18,12 @@ from jaxserve.execution import lowering_pool
 from jaxserve.execution.engine_plan import make_programs, plan_engine
 from jaxserve.execution.lowering_job import make_job
 from jaxserve.execution.lowering_messages import LoweringJob
-from jaxserve.execution.lowering_pool import LoweringPool, count_processes, open_lowering_pool
+from jaxserve.execution.lowering_pool import (
+    LoweringPool,
+    count_cpus,
+    count_processes,
+    open_lowering_pool,
+)
 from jaxserve.execution.model_setup import ModelSetup
 from jaxserve.execution.programs import ProgramKey, ProgramTable
 from jaxserve.processing.model_files import open_configured_model
@@ -179,7 +184,7 @@ def test_processes_are_for_one_hopper_gpu_with_many_cpus(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for num_cpus, expected in ((7, 0), (8, 4), (16, 8), (64, 8)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=num_cpus: set(range(count)))
+        monkeypatch.setattr(lowering_pool, "count_cpus", lambda count=num_cpus: count)
         assert count_processes(start.setup) == expected
     assert count_processes(dataclasses.replace(start.setup, backend="triton")) == 0
     assert count_processes(dataclasses.replace(start.setup, backend="xla")) == 0
@@ -188,11 +193,22 @@ def test_processes_are_for_one_hopper_gpu_with_many_cpus(
         assert pool is None
 
 
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("400000 100000", 4), ("max 100000", 16), (None, 16)]
+)
+def test_a_containers_quota_counts(tmp_path, monkeypatch, quota, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    path = tmp_path / "cpu.max"
+    if quota is not None:
+        path.write_text(quota + "\n")
+    assert count_cpus(path) == expected
+
+
 def test_a_pool_starts_at_once_only_if_nothing_is_kept(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command(tmp_path, monkeypatch, "exec sleep 60")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(lowering_pool, "count_cpus", lambda: 8)
     with open_lowering_pool(start.setup, None) as pool:
         assert pool is not None and len(pool._workers) == 4
     assert all(worker._process.returncode == -9 for worker in pool._workers)
