@@ -84,8 +84,7 @@ class EngineConfig(LoadingConfig):
     )
     prefill_first: bool | None = flag(
         None,
-        "leave decoding sequences out of steps that prompts fill: more tokens a second, longer "
-        "gaps between them; what LLM does if not given, except with slo",
+        "prompts that fill a step hold decoding back; in LLM unless slo orders, if not given",
         "scheduler",
     )
     scheduling_policy: str = flag(

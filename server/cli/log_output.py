@@ -16,14 +16,16 @@ def start_logging(level: str) -> Iterator[LogWriter]:
     root = logging.getLogger()
     writer = LogWriter(sys.stderr)
     writer.setFormatter(logging.Formatter(f"{LINE_START} %(name)s: %(message)s", TIME_FORMAT))
-    before = root.level
+    own = [logging.getLogger(package) for package in ("jaxserve", "models", "server")]
+    before = [(logger, logger.level) for logger in (root, *own)]
     root.addHandler(writer)
     root.setLevel(logging.WARNING)
-    for package in ("jaxserve", "models", "server"):
-        logging.getLogger(package).setLevel(level.upper())
+    for logger in own:
+        logger.setLevel(level.upper())
     try:
         yield writer
     finally:
-        root.setLevel(before)
+        for logger, old_level in before:
+            logger.setLevel(old_level)
         root.removeHandler(writer)
         writer.close()
