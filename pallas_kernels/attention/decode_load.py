@@ -1,7 +1,7 @@
 """The loading warpgroup of the decode kernel: its warps fetch queries and pages ahead."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.decode_block import Segment, Shared, Sizes, steps_of, visible_start
-
-WARPS = 4  # of a warpgroup
-QUERY_WARP = 3
+from pallas_kernels.attention.page_warps import (
+    QUERY_WARP,
+    PageTiles,
+    keys_and_values,
+    page_places,
+)
 
 
 def load_segments(
@@ -45,7 +48,7 @@ def load_segments(
     layer = layer_ref[0]
 
     def load(warp):
-        rings = _rings(sizes, shared, (k_ref, v_ref), warp)
+        rings = keys_and_values(shared, (k_ref, v_ref), sizes.copies, warp)
 
         def load_segment(index, carry):
             positions, turn, segment = carry
@@ -76,26 +79,6 @@ def read_segment(segments: Any, index: jax.Array) -> Segment:
     return Segment(*(segments[index, field] for field in range(len(Segment._fields))))
 
 
-class _Ring(NamedTuple):
-    """Pages of K or of V, the tiles for them, and whether this warp fetches them."""
-
-    pages: Any
-    tiles: Any
-    full: Any
-    free: Any
-    is_mine: jax.Array | bool
-
-
-def _rings(sizes: Sizes, shared: Shared, refs: tuple[Any, Any], warp: jax.Array) -> list[_Ring]:
-    """With four or more pages a tile, all warps share K and V; with fewer, some K and some V."""
-    sharers = jnp.int32(min(sizes.copies, WARPS))
-    mine = [sizes.copies >= WARPS or lax.div(warp, sharers) == kind for kind in (0, 1)]
-    return [
-        _Ring(refs[0], shared.k, shared.k_full, shared.k_free, mine[0]),
-        _Ring(refs[1], shared.v, shared.v_full, shared.v_free, mine[1]),
-    ]
-
-
 def _fetch_queries(shared: Shared, source: Any, turn: jax.Array, warp: jax.Array) -> None:
     place = lax.rem(turn, jnp.int32(2))
 
@@ -111,7 +94,7 @@ def _fetch_queries(shared: Shared, source: Any, turn: jax.Array, warp: jax.Array
 
 def _fetch_tiles(
     sizes: Sizes,
-    rings: list[_Ring],
+    rings: tuple[PageTiles, ...],
     source: tuple[jax.Array, jax.Array],
     table: Any,
     segment: Segment,
@@ -123,9 +106,7 @@ def _fetch_tiles(
     page_size, workers = jnp.int32(sizes.page_size), sizes.workers
     first_page = lax.div(visible_start(sizes, segment), page_size)
     last_page = jnp.maximum(lax.div(segment.length - 1, page_size), first_page)
-    sharers = min(sizes.copies, WARPS)
-    place = lax.rem(warp, jnp.int32(sharers))
-    places = [place + index for index in range(0, sizes.copies, sharers)]
+    places = page_places(sizes.copies, warp)
 
     def page_ids(index):
         ids = []
@@ -168,7 +149,7 @@ def _fetch_tiles(
 
 def _drain(
     sizes: Sizes,
-    rings: list[_Ring],
+    rings: tuple[PageTiles, ...],
     queries_free: Any,
     positions: tuple[jax.Array, ...],
     turn: jax.Array,

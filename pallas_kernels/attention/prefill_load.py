@@ -9,13 +9,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mosaic_attention import TILE_ROWS, TILED
+from pallas_kernels.attention.page_warps import (
+    QUERY_WARP,
+    PageTiles,
+    keys_and_values,
+    page_places,
+)
 from pallas_kernels.attention.prefill_work import BlockPlan, Refs, Work, for_each_work, place_of
 
 # Query tiles in shared memory: the next one is fetched early. With one alone, warpgroups that take
 # turns would wait for ever: the later one's last turn needs the other's first of the next tile.
 QUERY_BUFFERS = 2
-WARPS = 4  # of a warpgroup
-QUERY_WARP = 3
 
 
 class Ring(NamedTuple):
@@ -45,23 +49,13 @@ def ring_scratch(plan: BlockPlan, num_consumers: int) -> Ring:
     return Ring(tile, tile, full, full, free, free)
 
 
-class _Tiles(NamedTuple):
-    """Pages of K or of V, the tiles for them, and whether this warp fetches them."""
-
-    pages: Any
-    tiles: Any
-    full: Any
-    free: Any
-    is_mine: jax.Array | bool
-
-
 class _Loader(NamedTuple):
     """What one warp fetches."""
 
     plan: BlockPlan
     refs: Refs
     queries: Queries
-    tiles: tuple[_Tiles, _Tiles]
+    tiles: tuple[PageTiles, PageTiles]
     places: list[jax.Array]  # of its pages in a block
     takes_queries: jax.Array
 
@@ -76,15 +70,8 @@ def load_all(plan: BlockPlan, refs: Refs, ring: Ring, queries: Queries) -> None:
 
 
 def _loader(plan: BlockPlan, refs: Refs, ring: Ring, queries: Queries, warp: jax.Array) -> _Loader:
-    """With four or more pages a tile, all warps share K and V; with fewer, some K and some V."""
-    sharers = min(plan.copies, WARPS)
-    place, kind = lax.rem(warp, jnp.int32(sharers)), lax.div(warp, jnp.int32(sharers))
-    is_mine = [plan.copies >= WARPS or kind == index for index in (0, 1)]
-    tiles = (
-        _Tiles(refs.k_pages, ring.k, ring.k_full, ring.k_free, is_mine[0]),
-        _Tiles(refs.v_pages, ring.v, ring.v_full, ring.v_free, is_mine[1]),
-    )
-    places = [place + index for index in range(0, plan.copies, sharers)]
+    places = page_places(plan.copies, warp)
+    tiles = keys_and_values(ring, (refs.k_pages, refs.v_pages), plan.copies, warp)
     return _Loader(plan, refs, queries, tiles, places, warp == QUERY_WARP)
 
 
@@ -135,7 +122,7 @@ def _page_ids(loader: _Loader, work: Work, step: jax.Array) -> list[jax.Array]:
 
 
 def _fetch_pages(
-    loader: _Loader, tiles: _Tiles, work: Work, step: jax.Array, position: jax.Array, ids
+    loader: _Loader, tiles: PageTiles, work: Work, step: jax.Array, position: jax.Array, ids
 ) -> None:
     """Fetch this warp's pages of one tile, once it is free.
 

@@ -242,27 +242,24 @@ def _make_queries(plan: _Plan, inputs: RotaryInputs, q_out: Any, program: jax.Ar
     tokens = pl.ds(jnp.minimum(block * rows, plan.tokens - rows), rows)
     layer = inputs.layer_index()
 
-    def load(kv_head):
-        places = [(kv_head, part * count + i) for i in range(count)]
-        return places, [
-            load_heads(plan.heads, inputs.qkv, (tokens, *place), rows) for place in places
-        ]
-
     def load_shared():
         angles = load_angles(plan.heads, inputs.angles, tokens, rows)
         return angles, load_gains(plan.heads, inputs.gains[0], layer, rows)
 
-    def make(places, heads, angles, gains):
+    def make(kv_head, shared=None):
+        places = [(kv_head, part * count + i) for i in range(count)]
+        heads = [load_heads(plan.heads, inputs.qkv, (tokens, *place), rows) for place in places]
+        angles, gains = shared or load_shared()
         biases = [load_bias(plan.heads, inputs.bias, (layer, *place), rows) for place in places]
         for place, head, bias in zip(places, heads, biases, strict=True):
             head = normalise(plan.heads, add_bias(plan.heads, head, bias), gains)
             store_head(plan.heads, q_out, (tokens, *place), rotate(head, angles))
 
     if in_turn == 1:
-        make(*load(kv_block), *load_shared())
+        make(kv_block)
     else:
         shared = load_shared()
-        pl.loop(0, in_turn)(lambda i: make(*load(kv_block * in_turn + i), *shared))
+        pl.loop(0, in_turn)(lambda i: make(kv_block * in_turn + i, shared))
 
 
 def _write_tokens(
